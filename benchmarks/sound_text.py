@@ -23,6 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from benchmarks.harness import hardware, publish, side_by_side
 from dataservice.core.limits import DEFAULT_LIMITS
+from dataservice.core.ports import ToDecode
 from dataservice.core.sample import DecodedSample, MediaBlob, RawSample, SampleLengths
 from dataservice.decode.audio import audio_samples, decode_audio
 from dataservice.decode.processors.whisper import WhisperProcessor
@@ -139,8 +140,8 @@ def decode_all(
     made: list[DecodedSample] = []
     for start in range(0, len(samples), BATCH_SAMPLES):
         now = slice(start, start + BATCH_SAMPLES)
-        epochs = [None] * len(samples[now])
-        made += [finish(()) for finish in pipeline.begin(samples[now], planned[now], epochs)]
+        order = [ToDecode(*pair) for pair in zip(samples[now], planned[now], strict=True)]
+        made += [finish(()) for finish in pipeline.begin(order)]
     return made
 
 

@@ -100,12 +100,15 @@ def grown(samples: Sequence[Sample]) -> list[str]:
         return ["the coordinator was replaced while it was to be watched"]
     found = []
     for name, (first, last) in growth(samples).items():
-        limit = first + COUNT_MARGIN
-        if name.endswith("bytes"):
-            limit = first * RSS_RATIO + RSS_MARGIN_BYTES
+        limit = limit_of(name, first)
         if last > limit:
             found.append(f"{name} grew from {first:,.0f} to {last:,.0f} (limit {limit:,.0f})")
     return found
+
+
+def limit_of(name: str, first: float) -> float:
+    """The largest value that is no growth from `first`, in bytes where the name says so."""
+    return first * RSS_RATIO + RSS_MARGIN_BYTES if name.endswith("bytes") else first + COUNT_MARGIN
 
 
 def left_behind(

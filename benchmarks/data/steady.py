@@ -20,7 +20,7 @@ from benchmarks.data.corpus import make_corpus
 from benchmarks.data.measured import delivered_until, role_of, service_over
 from benchmarks.harness import hardware
 from soak.processes import family, title
-from soak.watch import COUNT_MARGIN, RSS_MARGIN_BYTES, RSS_RATIO
+from soak.watch import limit_of
 
 HOUR_PICTURES = 220_000  # at 61 a second
 ROLES = ("coordinator", "workers", "decoders", "client")
@@ -63,15 +63,16 @@ def main() -> int:
     quarter = READINGS // 4
     grown = False
     for role in ROLES:
-        for which, what, unit in ((0, "memory", 2**20), (1, "descriptors", 1)):
+        for which, (what, unit) in enumerate((("memory bytes", 2**20), ("descriptors", 1))):
             first, last = (
                 statistics.median(reading[role][which] for reading in some)
                 for some in (readings[quarter : 2 * quarter], readings[-quarter:])
             )
-            limit = first * RSS_RATIO + RSS_MARGIN_BYTES if which == 0 else first + COUNT_MARGIN
+            limit = limit_of(what, first)
             grown |= last > limit
             print(
-                f"{role}: {what} {first / unit:.1f} → {last / unit:.1f}{' MiB' * (which == 0)}, "
+                f"{role}: {what.removesuffix(' bytes')} {first / unit:.1f} → {last / unit:.1f}"
+                f"{' MiB' * what.endswith('bytes')}, "
                 f"bar {limit / unit:.1f}: {'GREW' if last > limit else 'flat'}"
             )
     return int(grown)

@@ -46,12 +46,6 @@ class StandIn(worker_pb2_grpc.WorkerServicer):
             receipts = _receipts(request, packs[own], samples[own])
             yield wire_packs.pack_answers_to_proto(PackAnswers(receipts=receipts))
 
-    async def PrepareOne(
-        self, request: worker_pb2.PackOrders, context: Any
-    ) -> worker_pb2.PackAnswers:
-        """As Prepare, of one pack."""
-        return await anext(self.Prepare(request, context))
-
     async def Release(
         self, request: worker_pb2.ReleaseRequest, _context: Any
     ) -> worker_pb2.ReleaseResponse:

@@ -219,9 +219,16 @@ class PhaseCost:
         if size.size and not size.min() >= 0:
             raise PlanningError(f"tokens has {size.min()}; lengths are 0 or more")
         squares = size * size / np.asarray(units, dtype=np.float64)
-        seconds: npt.NDArray[np.float64] = (
-            self.linear_s_per_token * size + self.quadratic_s_per_token2 * squares + self.item_s
-        )
+        return self.sums_s(1, size, squares)
+
+    def sums_s(
+        self, items: npt.ArrayLike, tokens: npt.ArrayLike, squares: npt.ArrayLike
+    ) -> npt.NDArray[np.float64]:
+        """Seconds [n] of so many `items` each, of `tokens` Σt and `squares` Σt²/u together: all
+        else here derives from it."""
+        size = np.asarray(tokens, dtype=np.float64)
+        work_s = self.linear_s_per_token * size + self.quadratic_s_per_token2 * np.asarray(squares)
+        seconds: npt.NDArray[np.float64] = work_s + self.item_s * np.asarray(items)
         return seconds
 
     def to_dict(self) -> dict[str, float]:

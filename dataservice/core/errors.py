@@ -149,3 +149,10 @@ def caught(
         return step(*given, **named)
     except Exception as error:
         return error
+
+
+def uncaught(result: Made | Exception) -> Made:
+    """What the step made. Raises the error that was caught instead."""
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Map
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,6 +246,15 @@ class RangeCache(Protocol):
         ...
 
 
+class ToDecode(NamedTuple):
+    """A sample as read, the shape that was planned for it, and the epoch by which it is augmented,
+    None where it is not."""
+
+    raw: RawSample
+    planned: SampleLengths
+    epoch: int | None = None
+
+
 Finish = Callable[[Sequence[ItemArray]], DecodedSample]
 """Decodes a sample of which a part is done, into the places given for its items or elsewhere."""
 
@@ -270,15 +279,10 @@ class SampleDecoder(Protocol):
         it cannot be decoded, or does not come out in the planned shape."""
         ...
 
-    def begin(
-        self,
-        raws: Sequence[RawSample],
-        planned: Sequence[SampleLengths],
-        epochs: Sequence[int | None],
-    ) -> list[Finish]:
+    def begin(self, samples: Sequence[ToDecode]) -> list[Finish]:
         """Begin to decode several samples; what is given for each, called with its `places`, does
         the rest as `decode` does."""
-        return [partial(self.decode, *of) for of in zip(raws, planned, epochs, strict=True)]
+        return [partial(self.decode, *sample) for sample in samples]
 
     def augment(self, raw: RawSample, decoded: DecodedSample, epoch: int) -> DecodedSample:
         """What `decode` gives in this epoch, of what it gives without one; `decoded` may be changed
@@ -375,7 +379,7 @@ class WorkerLink(Protocol):
         is gone before all are answered. To close it ends the call."""
         ...
 
-    def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> Awaitable[None]:
+    async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
         """Forget these packs. Packs that it does not know are ignored; a lost worker raises
         nothing."""
         ...

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from dataservice.core.errors import RESTORE, SampleError, caught
+from dataservice.core.errors import RESTORE, SampleError, caught, uncaught
 from dataservice.core.job import CodeSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.own_code import source_of
-from dataservice.core.ports import Finish, SampleDecoder, SampleMeasurer
+from dataservice.core.ports import Finish, SampleDecoder, SampleMeasurer, ToDecode
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import (
     DecodedSample,
@@ -154,7 +154,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
             SampleTooLongError: it is longer than `longer_than` allows, and is not cut.
             SampleError: the sample cannot be used; the message says why.
         """
-        whole = _given(self._wholes([raw])[0])
+        whole = uncaught(self._wholes([raw])[0])
         pieces = self._rule.pieces(whole.source, whole.lengths)
         if pieces == 1:
             return (whole.lengths,)
@@ -173,33 +173,21 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         Raises:
             SampleError: it cannot be decoded, or is no longer the sample that was measured.
         """
-        (finish,) = self.begin([raw], [planned], [epoch])
+        (finish,) = self.begin([ToDecode(raw, planned, epoch)])
         return finish(places)
 
-    def begin(
-        self,
-        raws: Sequence[RawSample],
-        planned: Sequence[SampleLengths],
-        epochs: Sequence[int | None],
-    ) -> list[Finish]:
+    def begin(self, samples: Sequence[ToDecode]) -> list[Finish]:
         """All of `decode` that comes before media, of several samples step by step. Each step then
         finds what it needs in the processor's caches, which a picture's pixels or a text's tokens
         have emptied otherwise."""
+        raws = [sample.raw for sample in samples]
         prepared = map(self._piece_of, raws, self._wholes(raws))
-        return [
-            partial(self._finish, *of) for of in zip(raws, prepared, planned, epochs, strict=True)
-        ]
+        return [partial(self._finish, *of) for of in zip(samples, prepared, strict=True)]
 
     def _finish(
-        self,
-        raw: RawSample,
-        prepared: "_Prepared | Exception",
-        planned: SampleLengths,
-        epoch: int | None,
-        places: Sequence[ItemArray],
+        self, sample: ToDecode, begun: "_Prepared | Exception", places: Sequence[ItemArray]
     ) -> DecodedSample:
-        if isinstance(prepared, Exception):
-            raise prepared
+        (raw, planned, epoch), prepared = sample, uncaught(begun)
         lengths, sequence, media = prepared.lengths, prepared.sequence, prepared.media
         if lengths != planned:
             raise SampleError(
@@ -245,7 +233,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
     def _prepared(self, raw: RawSample) -> "_Prepared":
         """The steps that measuring and decoding share, for the whole sample or the piece that `raw`
         names."""
-        return _given(self._piece_of(raw, self._wholes([raw])[0]))
+        return uncaught(self._piece_of(raw, self._wholes([raw])[0]))
 
     def _piece_of(self, raw: RawSample, whole: "_Prepared | Exception") -> "_Prepared | Exception":
         """The sample or the piece that `raw` names. A piece is cut from the tokens of the whole:
@@ -360,12 +348,6 @@ class _Prepared:
         """The file of each encoder item, in the order of `lengths.items`."""
         slots = self.sequence.slots
         return tuple(slot.file for slot in slots for _ in self.costs[slot.file][slot.run])
-
-
-def _given(prepared: _Prepared | Exception) -> _Prepared:
-    if isinstance(prepared, Exception):
-        raise prepared
-    return prepared
 
 
 def build_pipeline(

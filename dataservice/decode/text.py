@@ -13,7 +13,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.errors import SampleError, caught
+from dataservice.core.errors import SampleError, caught, uncaught
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaKind
@@ -252,8 +252,7 @@ class TextPipeline:
     def _learnt(
         self, text: str, edges: Sequence[int], encoded: Sequence[int] | SampleError | None
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        if isinstance(encoded, SampleError):
-            raise encoded
+        encoded = uncaught(encoded)
         if encoded is not None and _is_uniform(text, edges):
             ids = self._numbers(encoded)
             return ids, np.full(len(ids), bool(edges))

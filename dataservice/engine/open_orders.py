@@ -55,7 +55,7 @@ class OpenOrders:
         self._deadlines = deadlines
         self._on_receipts = on_receipts
         self._wake = wake
-        self._releases: set[asyncio.Future[None]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
 
     def make(
         self, step: DispatchedStep, pack: int, worker: WorkerInfo, *, hedge: bool = False
@@ -231,7 +231,7 @@ class OpenOrders:
             self._leave(placement, loser)
             # Ranks that wait there are told that it is not held, and come for another ticket.
             release = self._link.release(loser.worker, step.job, [step.orders.key(pack)])
-            task = asyncio.ensure_future(release)
+            task = asyncio.create_task(release)
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
         step.note_holder(pack)

@@ -21,8 +21,8 @@ def retrieve_error(done: asyncio.Future[Any]) -> None:
         done.exception()
 
 
-async def cancel_all(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel these tasks or futures, and wait until each has ended, however it ends."""
+async def cancel_all(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel these tasks, and wait until each has ended, however it ends."""
     ending = [task for task in tasks if task is not None]
     for task in ending:
         task.cancel()

@@ -7,6 +7,7 @@ stage can be a named baseline, so that a comparison runs through this same code.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,6 @@ from dataservice.planning.stages.group import (
     LEAST_S,
     SHARE,
     PackedStep,
-    StaticBounds,
     full_attention,
     group_packs,
     group_report,
@@ -56,6 +56,7 @@ from dataservice.planning.stages.room import (
     static_degree,
     waves_in_room,
 )
+from dataservice.planning.stages.static_bounds import StaticBounds
 from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_packs
@@ -124,25 +125,27 @@ def compose_step(
     units = lengths.item_units(samples.unit_frames)
     bound = StepBound(lengths, topology, whole, units)
     options = beside_encoders(lengths, topology, whole)
-    own = _Waves(lengths, units, topology, limits, _Variant(options=(options,)))
+    room = EncoderRoom.of(options.memory, topology) if len(lengths.item_modality) else None
+    given = _Given(lengths, units, topology, limits, room)
+    own = _Waves(given, _Variant(options=(options,)))
     packed, found = own.packed, own.with_room
     if options.memory_tokens < whole.memory_tokens:  # fewer tokens a wave than memory holds
         waves_s = bound_in_bytes(lengths, topology, whole, found.lower_bound_s)
         found = replace(found, lower_bound_s=waves_s)
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
-    static = StaticBounds(lengths, packed.full_attention, topology, units)
-    apart = EncoderRoom.of(options.memory, topology) is None or len(lengths.item_modality) == 0
-    many = not apart and len(lengths) > _COMPARED_SAMPLES
+    static = StaticBounds(lengths, packed.full_attention, topology, units, room)
+    many = room is not None and len(lengths) > _COMPARED_SAMPLES
     allowed_s = max(LEAST_S, SHARE * best.time.total_s)
     near = _FAIR if many and len(lengths) * _FORMED_S > allowed_s else NEAR
     planned = 1
     done = best.time.total_s <= bound_s * near  # as most small steps are
-    for rival in () if done else _rivals(lengths, topology, options, whole):
+    for rival in () if done else _rivals(lengths, topology, options, whole, room):
         if best.time.total_s <= bound_s * near:
             break
-        waves = _Waves(lengths, units, topology, limits, rival)
-        if any(bound.given(waves_s) >= best.time.total_s for waves_s in waves.least_s(static)):
+        waves = _Waves(given, rival)
+        least_s = waves.least_s(static) if bound.counts_waves else ()
+        if any(bound.given(waves_s) >= best.time.total_s for waves_s in least_s):
             continue
         if rival.in_bytes or (many and best.time.total_s <= bound_s * _FAIR):
             planned += 1
@@ -204,24 +207,27 @@ class _Composed:
         return replace(self.grouped, stages=reports, predicted_s=self.time.total_s, time=self.time)
 
 
+class _Given(NamedTuple):
+    """What all variants of a plan have in common: `units` int32[m] of the items, None where they
+    are whole, and the `room` that these share with the decoder, None where they need none."""
+
+    lengths: LengthTable
+    units: NDArray[np.int32] | None
+    topology: Topology
+    limits: IsfLimits | None
+    room: EncoderRoom | None
+
+
 class _Waves:
     """The packs and the groups of a variant of the plan."""
 
-    def __init__(
-        self,
-        lengths: LengthTable,
-        units: NDArray[np.int32] | None,
-        topology: Topology,
-        limits: IsfLimits | None,
-        variant: "_Variant",
-    ) -> None:
-        self._lengths, self._units, self._topology = lengths, units, topology
-        self._limits, self._variant = limits, variant
+    def __init__(self, given: _Given, variant: "_Variant") -> None:
+        self._given, self._options, self._unpadded = given, variant.options[0], variant.unpadded
 
     @cached_property
     def packed(self) -> PackedStep:
         """The packs alone."""
-        return self._packed(self._lengths, self._variant.options[0])
+        return self._packed(self._given.lengths, self._options)
 
     @cached_property
     def formed(self) -> ContextWaves:
@@ -231,25 +237,23 @@ class _Waves:
     @cached_property
     def with_room(self) -> ContextWaves:
         """Waves that have room for their items. Raises NoRoomError."""
-        room = EncoderRoom.of(self._variant.options[0].memory, self._topology)
-        if room is None or len(self._lengths.item_modality) == 0:
+        lengths, units, _, _, room = self._given
+        if room is None:
             return self.formed
 
         def group(some: LengthTable, fewer: PlanOptions) -> tuple[ContextPlan, ...]:
             return group_packs(self._packed(some, fewer)).waves
 
-        waves = waves_in_room(
-            self._lengths, self._units, self.packed, self.formed.waves, room, group
-        )
+        waves = waves_in_room(lengths, units, self.packed, self.formed.waves, room, group)
         return replace(self.formed, waves=waves)
 
     def least_s(self, static: StaticBounds) -> Iterator[float]:
         """What static waves take at least, what is quick to tell first; nothing is told of others.
         What has no room leaves its wave, but for the slowest pack."""
-        lengths, topology, options = self._lengths, self._topology, self._variant.options[0]
+        options = self._options
         if options.stages.context != "static":
             return
-        degree = static_degree(lengths, topology.replicas, options)
+        degree = static_degree(self._given.lengths, self._given.topology.replicas, options)
         least = static.of_any(degree, options)
         yield max(least)
         if static.packs_stay(degree, options):
@@ -258,15 +262,16 @@ class _Waves:
 
     def _packed(self, lengths: LengthTable, options: PlanOptions) -> PackedStep:
         """What the group stage is given."""
-        degree = static_degree(lengths, self._topology.replicas, options)
-        packs, charged = pack_samples(lengths, degree=degree, options=options, limits=self._limits)
-        if self._variant.unpadded:
+        topology, limits = self._given.topology, self._given.limits
+        degree = static_degree(lengths, topology.replicas, options)
+        packs, charged = pack_samples(lengths, degree=degree, options=options, limits=limits)
+        if self._unpadded:
             charged = padded_tokens(lengths.llm_tokens, degree)
         return PackedStep(
             tokens=lengths.llm_tokens.astype(np.int64),
             packed=(packs, charged),
             degree=degree,
-            topology=self._topology,
+            topology=topology,
             options=options,
             full_attention=full_attention(lengths, options.full_attention),
         )
@@ -333,6 +338,7 @@ def _rivals(
     topology: Topology,
     options: PlanOptions,
     whole: PlanOptions,
+    room: EncoderRoom | None,
 ) -> Iterator[_Variant]:
     """What strategy `full` compares its own plan with, where it decides about every stage. `whole`:
     the options with all the tokens that memory holds."""
@@ -365,7 +371,7 @@ def _rivals(
                 each, assign=stages.assign, order=stages.order, dispatch=stages.dispatch
             )
             yield _Variant(options=(seats, each), unpadded=True, in_bytes=each != own)
-        if own.stages.pack.startswith("padded") and EncoderRoom.of(whole.memory, topology):
+        if own.stages.pack.startswith("padded") and room is not None:
             yield _Variant(options=(own,))  # other packs leave its waves where padding is paid for
 
 

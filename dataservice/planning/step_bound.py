@@ -55,6 +55,11 @@ class StepBound:
         )
         self._longest_s = max((alone_s, *longest_s))
 
+    @property
+    def counts_waves(self) -> bool:
+        """Whether a step takes longer the longer its waves take, one by one."""
+        return self._meet
+
     def given(self, waves_s: float) -> float:
         """The least that a step takes whose waves' makespans are at least `waves_s` in sum: those
         of one plan, or a bound of all of them. Without effect where replicas meet once a step."""
@@ -108,9 +113,9 @@ def _items(
     )
     found: list[_Items | None] = []
     for modality, (count, tokens, squares, longest) in zip(Modality, sums, strict=True):
-        linear, quadratic, item_s = _phase_cost(cost, modality).coefficients
-        total_s = linear * tokens + quadratic * squares + item_s * count
-        longest_s = float(_phase_cost(cost, modality).item_seconds([longest])[0])
+        phase = _phase_cost(cost, modality)
+        longest_s = float(phase.item_seconds(longest))
+        total_s = float(phase.sums_s(count, tokens, squares))
         found.append(_Items(total_s, longest_s) if count else None)
     return found
 

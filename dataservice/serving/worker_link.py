@@ -13,8 +13,6 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -46,12 +44,8 @@ FEW_PACKS = 256
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
-class _Release(NamedTuple):
-    """Packs of one job that are to be forgotten; `told` is done once the worker is told."""
-
-    job: str
-    packs: Sequence[PackKey]
-    told: "asyncio.Future[None]"
+_Waiting = dict["asyncio.Future[None]", Sequence[worker_pb2.PackKeys]]
+"""Packs to be forgotten, each by what is done once an order has taken them along."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -90,9 +84,7 @@ class GrpcWorkerLink:
         self._keepalive = keepalive
         self._threads = threads
         self._lines: dict[str, _Line] = {}
-        # Releases that wait for an order, by address, and calls of those for which none came.
-        self._waiting: dict[str, list[_Release]] = {}
-        self._late: set[asyncio.Task[None]] = set()
+        self._waiting: dict[str, _Waiting] = {}  # for an order, by address
 
     async def order(
         self, worker: WorkerInfo, orders: Sequence[PackOrder]
@@ -126,20 +118,14 @@ class GrpcWorkerLink:
         self, worker: WorkerInfo, orders: PackOrders
     ) -> AsyncGenerator[PackAnswers, None]:
         key = orders.key(0)
-        if orders.written_soon:
-            requests = _requests(orders)
-            if requests[0].ByteSize() < MESSAGE_LIMIT_BYTES // 2:  # there is room
-                requests[0].released.extend(self._take_releases(worker))
-        elif self._threads is None:
+        if self._threads is None or orders.written_soon:
             requests = _requests(orders)
         else:
             requests = await self._threads.run(key.job, partial(_requests, orders))
+        if requests[0].ByteSize() < MESSAGE_LIMIT_BYTES // 2:  # there is room
+            requests[0].released.extend(self._taken_along(worker.address))
         for request in requests:
             async with self._stub(worker) as stub:
-                if request.packs == 1:  # as a small step orders of most workers
-                    message = await stub.PrepareOne(request, metadata=self._metadata)
-                    yield wire_packs.pack_answers_from_proto(message, key)
-                    continue
                 call = stub.Prepare(request, metadata=self._metadata)
                 try:
                     async for message in call:
@@ -147,58 +133,45 @@ class GrpcWorkerLink:
                 finally:
                     call.cancel()  # of one that has ended it does nothing
 
-    def release(
-        self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]
-    ) -> "asyncio.Future[None]":
-        """Have packs forgotten: what is returned is done once an order has taken few along, or a
-        call has ended. If the worker cannot be reached, that is only logged."""
-        loop = asyncio.get_running_loop()
-        release = _Release(job, packs, loop.create_future())
-        if len(packs) > FEW_PACKS:
-            self._release_now(worker, [release])
-            return release.told
-        waiting = self._waiting.get(worker.address)
-        if waiting is None:
-            waiting = self._waiting[worker.address] = []
-            loop.call_later(RELEASE_WAIT_S, self._release_late, worker, waiting)
-        waiting.append(release)
-        return release.told
-
-    def _take_releases(self, worker: WorkerInfo) -> Iterator[worker_pb2.PackKeys]:
-        """What waits for an order to this worker. An order that does not arrive loses it: whoever
-        asks what is held sees to such packs."""
-        for release in self._waiting.pop(worker.address, ()):
-            yield from wire_packs.pack_keys_to_proto(release.packs)
-            _tell(release)
-
-    def _release_late(self, worker: WorkerInfo, waiting: list[_Release]) -> None:
-        """Release what no order has taken along."""
-        if self._waiting.get(worker.address) is waiting:
-            del self._waiting[worker.address]
-            self._release_now(worker, waiting)
-
-    def _release_now(self, worker: WorkerInfo, releases: Sequence[_Release]) -> None:
-        task = asyncio.create_task(self._have_released(worker, releases))
-        self._late.add(task)
-        task.add_done_callback(self._late.discard)
-
-    async def _have_released(self, worker: WorkerInfo, releases: Sequence[_Release]) -> None:
-        keys = (wire_packs.pack_keys_to_proto(each.packs) for each in releases)
-        request = worker_pb2.ReleaseRequest(packs=chain.from_iterable(keys))
-        jobs = ", ".join(sorted({each.job for each in releases}))
+    async def release(self, worker: WorkerInfo, job: str, packs: Sequence[PackKey]) -> None:
+        """Have packs forgotten: few of them by the next order, if one follows soon. If the worker
+        cannot be reached, that is only logged."""
+        keys = wire_packs.pack_keys_to_proto(packs)
+        if len(packs) <= FEW_PACKS and await self._go_along(worker.address, keys):
+            return
+        request = worker_pb2.ReleaseRequest(packs=keys)
         try:
             async with self._stub(worker) as stub:
                 await stub.Release(
                     request, timeout=self._release_timeout_s, metadata=self._metadata
                 )
         except WorkerLostError as error:
-            count = sum(len(each.packs) for each in releases)
-            log.info("%d packs of %s stay where they are: %s", count, jobs, error)
+            log.info("%d packs of %s stay where they are: %s", len(packs), job, error)
         except ServiceError as error:
-            log.warning("%s refused to release packs of %s: %s", worker.worker, jobs, error)
-        finally:
-            for each in releases:
-                _tell(each)
+            log.warning("%s refused to release packs of %s: %s", worker.worker, job, error)
+
+    async def _go_along(self, address: str, keys: Sequence[worker_pb2.PackKeys]) -> bool:
+        """Whether an order has taken these along. One that does not arrive loses them: whoever asks
+        what is held sees to such packs."""
+        waiting = self._waiting.setdefault(address, {})
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting[taken] = keys
+        with contextlib.suppress(TimeoutError):
+            try:
+                async with asyncio.timeout(RELEASE_WAIT_S):
+                    await taken
+            finally:
+                waiting.pop(taken, None)
+                if not waiting and self._waiting.get(address) is waiting:
+                    del self._waiting[address]
+        return not taken.cancelled()
+
+    def _taken_along(self, address: str) -> Iterator[worker_pb2.PackKeys]:
+        """What waits for an order to this worker."""
+        for taken, keys in self._waiting.pop(address, {}).items():
+            yield from keys
+            if not taken.done():  # whoever waited may be about to give up
+                taken.set_result(None)
 
     async def ask_held(self, worker: WorkerInfo) -> Holdings:
         """What a worker holds or decodes, and what it waits for. Raises WorkerLostError, or the
@@ -236,10 +209,7 @@ class GrpcWorkerLink:
                 call.cancel()  # of one that has ended it does nothing
 
     async def close(self) -> None:
-        """Close all channels; calls in flight are cancelled, and what waits is not sent."""
-        waiting, self._waiting = self._waiting, {}
-        for release in chain.from_iterable(waiting.values()):
-            _tell(release)
+        """Close all channels; calls in flight are cancelled."""
         lines, self._lines = self._lines, {}
         for line in lines.values():
             await line.channel.close()
@@ -263,11 +233,6 @@ class GrpcWorkerLink:
         try:
             yield line.stub
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise ServiceError(
-                    f"{worker.worker} lacks what it is asked for: it is of another release, renew "
-                    "it: `dataservice workers restart`."
-                ) from error
             if not is_unreachable(error):
                 raise error_of(error) from error
             line.lost = True
@@ -297,11 +262,6 @@ class GrpcWorkerLink:
         # Read again for each channel, because certificates are renewed.
         options = [*options, *client_options(self._tls)]
         return grpc.aio.secure_channel(address, client_credentials(self._tls), options=options)
-
-
-def _tell(release: _Release) -> None:
-    if not release.told.done():  # whoever waited may have been cancelled
-        release.told.set_result(None)
 
 
 def _requests(orders: PackOrders) -> list[worker_pb2.PackOrders]:

@@ -85,28 +85,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Forget what is released, then decode and assemble packs; each is answered when it is
         ready, together with others."""
         async with answered(context, "Prepare"):
-            orders = await self._ordered(request, context)
+            check_command(context.invocation_metadata() or (), self._secret)
+            if request.released:
+                self._host.release(wire_packs.pack_keys_from_proto(request.released))
+            orders = await asyncio.to_thread(wire_packs.pack_orders_from_proto, request)
             # The caller may leave before the end.
             async with contextlib.aclosing(self._prepared(orders)) as prepared:
                 async for message in prepared:
                     yield message
-
-    async def PrepareOne(
-        self, request: worker_pb2.PackOrders, context: Context
-    ) -> worker_pb2.PackAnswers:
-        """As Prepare, of one pack."""
-        async with answered(context, "PrepareOne"):
-            orders = await self._ordered(request, context)
-            if len(orders) != 1:
-                raise SpecError(f"{len(orders)} packs were ordered in a call for one.")
-            async with contextlib.aclosing(self._prepared(orders)) as prepared:
-                return await anext(prepared)
-
-    async def _ordered(self, request: worker_pb2.PackOrders, context: Context) -> list[PackOrder]:
-        check_command(context.invocation_metadata() or (), self._secret)
-        if request.released:
-            self._host.release(wire_packs.pack_keys_from_proto(request.released))
-        return await asyncio.to_thread(wire_packs.pack_orders_from_proto, request)
 
     async def _prepared(
         self, orders: Sequence[PackOrder]

@@ -11,7 +11,7 @@ found is what decoding gives, byte by byte.
 
 from collections.abc import Sequence
 
-from dataservice.core.ports import Finish, SampleDecoder
+from dataservice.core.ports import Finish, SampleDecoder, ToDecode
 from dataservice.core.sample import DecodedSample, ItemArray, RawSample, SampleLengths
 from dataservice.workers.kept_files import CacheSpec, KeptFiles, Lend, nothing_lent
 from dataservice.workers.pack import check_planned_shape
@@ -91,13 +91,8 @@ class CachedDecoder(SampleDecoder):
             self.reused += 1
         return found if epoch is None else self._decoder.augment(raw, found, epoch)
 
-    def begin(
-        self,
-        raws: Sequence[RawSample],
-        planned: Sequence[SampleLengths],
-        epochs: Sequence[int | None],
-    ) -> list[Finish]:
+    def begin(self, samples: Sequence[ToDecode]) -> list[Finish]:
         """Samples without media begin together; whether others are found tells each by itself."""
-        if any(each.items for each in planned):
-            return super().begin(raws, planned, epochs)
-        return self._decoder.begin(raws, planned, epochs)
+        if any(sample.planned.items for sample in samples):
+            return super().begin(samples)
+        return self._decoder.begin(samples)

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dataservice.core.errors import SampleError, SourceError, StorageAwayError, caught
+from dataservice.core.errors import SampleError, SourceError, StorageAwayError, caught, uncaught
 from dataservice.core.orders import PackSample
-from dataservice.core.ports import Finish, SampleDecoder
+from dataservice.core.ports import Finish, SampleDecoder, ToDecode
 from dataservice.core.sample import DecodedSample, ItemArray, RawSample, SampleRef
 from dataservice.core.visible import visible, visible_traceback
 from dataservice.workers.decoders import REASON_LIMIT, SampleOutcome
@@ -94,19 +94,13 @@ def _begin_all(
 ) -> deque[Finish | Exception]:
     """What finishes each sample; the error of one that was not read."""
     both = zip(samples, raws, strict=True)
-    begun = iter(_begin(decoder, [(s, raw) for s, raw in both if isinstance(raw, RawSample)]))
+    read = [ToDecode(raw, s.lengths, s.epoch) for s, raw in both if isinstance(raw, RawSample)]
+    begun = iter(_begin(decoder, read))
     return deque(raw if isinstance(raw, Exception) else next(begun) for raw in raws)
 
 
-def _begin(
-    decoder: SampleDecoder, read: Sequence[tuple[PackSample, RawSample]]
-) -> list[Finish | Exception]:
-    begun = caught(
-        decoder.begin,
-        [raw for _, raw in read],
-        [sample.lengths for sample, _ in read],
-        [sample.epoch for sample, _ in read],
-    )
+def _begin(decoder: SampleDecoder, read: Sequence[ToDecode]) -> list[Finish | Exception]:
+    begun = caught(decoder.begin, read)
     if not isinstance(begun, Exception):
         return [*begun]
     if len(read) == 1:
@@ -115,9 +109,7 @@ def _begin(
 
 
 def _finished(sample: PackSample, finish: Finish | Exception, places: Places) -> DecodedSample:
-    if isinstance(finish, Exception):
-        raise finish
-    decoded = finish(places(sample))
+    decoded = uncaught(finish)(places(sample))
     check_planned_shape(decoded, sample.lengths)
     return decoded
 

@@ -11,6 +11,7 @@ from jinja2 import Environment
 from tokenizers import Tokenizer, decoders
 
 from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.ports import ToDecode
 from dataservice.core.sample import RawSample
 from dataservice.decode.processors.idefics3 import Idefics3Processor
 from dataservice.decode.processors.internvl import InternVLProcessor
@@ -65,7 +66,9 @@ def test_samples_that_begin_together_have_the_tokens_that_each_has_alone(
     monkeypatch.setattr(
         LoadedTokenizer, "encode", lambda *of, **how: calls.append(of) or encode(*of, **how)
     )
-    *finishes, refused = pipeline.begin([*good, bad], [*planned, planned[0]], [None] * 4)
+    *finishes, refused = pipeline.begin(
+        [ToDecode(*pair) for pair in zip([*good, bad], [*planned, planned[0]], strict=True)]
+    )
     assert not calls, "one by one"
     for finish, wanted in zip(finishes, alone, strict=True):
         together = finish(())

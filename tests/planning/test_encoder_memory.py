@@ -21,8 +21,8 @@ from dataservice.planning.encoder_memory.fit import fit_items, have_room
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import sample_without_room
 from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_program
-from dataservice.planning.stages.group import StaticBounds
 from dataservice.planning.stages.room import beside_encoders, static_degree, step_room
+from dataservice.planning.stages.static_bounds import StaticBounds
 from dataservice.planning.validate import check_items, validate_plan
 from tests.planning.step_samples import MEMORY, step_samples
 
@@ -277,7 +277,8 @@ def test_what_leaves_its_wave_for_want_of_room_makes_static_waves_no_shorter(
     made = compose_step(samples, step=0, topology=topology, options=chosen)
     (waves_s,) = (stage.after for stage in made.stages if stage.stage == "group")
     degree = static_degree(samples.lengths, 8, options)
-    static = StaticBounds(samples.lengths, None, topology)
+    room = EncoderRoom.of(options.memory, topology)
+    static = StaticBounds(samples.lengths, None, topology, room=room)
     assert static.packs_stay(degree, options)
     spread_s = static.of_any(degree, options).spread_s
     for packed_s in static.of_packs(degree, options, spread_s):
@@ -287,7 +288,8 @@ def test_what_leaves_its_wave_for_want_of_room_makes_static_waves_no_shorter(
 def test_a_pack_that_may_have_no_room_beside_it_is_not_said_to_stay():
     samples, topology = step_samples(90, 0, longest=2000), Topology(world_size=2)
     options = PlanOptions(memory=memory(200.0, 1.0)).over(topology)
-    static = StaticBounds(samples.lengths, None, topology)
+    room = EncoderRoom.of(options.memory, topology)
+    static = StaticBounds(samples.lengths, None, topology, room=room)
     assert not static.packs_stay(1, options)
     assert not static.packs_stay(2, options)
 

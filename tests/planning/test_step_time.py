@@ -21,7 +21,7 @@ from dataservice.planning import compose as compose_module
 from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_program, simulate_1f1b
 from dataservice.planning.stages.dispatch import encoder_items
-from dataservice.planning.stages.group import StaticBounds
+from dataservice.planning.stages.static_bounds import StaticBounds
 from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import FORWARD_SHARE, rank_seconds, step_phases, step_seconds
 from tests.planning.step_samples import MEMORY, step_samples

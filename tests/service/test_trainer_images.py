@@ -41,7 +41,6 @@ WIRE_BEGAN_WITH = "message PackOrders"
 # What a coordinator asks its workers: these are of its own release, or told to be renewed.
 OF_ONE_RELEASE = {
     ("Worker", "Prepare"),
-    ("Worker", "PrepareOne"),
     ("Worker", "Release"),
     ("Worker", "Held"),
     ("Worker", "Index"),

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 from dataservice_proto.v1 import worker_pb2, worker_pb2_grpc
 
-from dataservice.core.authority import COMMAND_METADATA, command_token
 from dataservice.core.errors import (
     NotFoundError,
-    ServiceError,
     SourceError,
     SpecError,
     TicketError,
@@ -213,52 +211,15 @@ async def test_a_release_goes_with_the_next_order_which_is_of_packs_that_are_wan
     first, second, third = (make.order(pack=pack) for pack in range(3))
     for order in (first, second):
         await prepared(link, worker, order)
-    releases = [link.release(worker, "vlm", [order.key]) for order in (first, second)]
+    releases = [
+        asyncio.create_task(link.release(worker, "vlm", [order.key])) for order in (first, second)
+    ]
+    await asyncio.sleep(0)
     async for _ in link.order(worker, [second, third]):  # the second is wanted again
         pass
     await asyncio.gather(*releases)
     assert set(host.held()) == {second.key, third.key}
     assert not calls
-
-
-async def test_one_pack_is_ordered_in_a_call_without_a_stream_and_some_in_one_with(
-    make, host, link, channel_to, monkeypatch
-):
-    calls, prepare = [], worker_servicer.WorkerServicer.Prepare
-
-    async def counted(self, request, context):
-        calls.append(request.packs)
-        async for message in prepare(self, request, context):
-            yield message
-
-    monkeypatch.setattr(worker_servicer.WorkerServicer, "Prepare", counted)
-    served = await serve_worker(
-        host, worker=make.worker, listen="127.0.0.1:0", secret=make.secret, grace_s=0.0
-    )
-    info = WorkerInfo(worker=make.worker, address=served.address, slots=2)
-    orders = [make.order(pack=pack) for pack in range(3)]
-    assert (await prepared(link, info, orders[0])).key == orders[0].key
-    assert calls == []
-    answers = [each async for each in link.order(info, orders)]
-    assert sorted(pack for each in answers for pack in each.receipts.pack.tolist()) == [0, 1, 2]
-    assert calls == [3]
-
-    stub = worker_pb2_grpc.WorkerStub(channel_to(info.address))
-    some = wire_packs.pack_orders_to_proto(PackOrders.of(orders))
-    metadata = ((COMMAND_METADATA, command_token(make.secret)),)
-    with pytest.raises(grpc.aio.AioRpcError, match="3 packs were ordered in a call for one"):
-        await stub.PrepareOne(some, metadata=metadata)
-    await served.stop()
-
-
-async def test_a_worker_that_lacks_a_call_is_said_to_be_of_another_release(make, link):
-    older = grpc.aio.server()
-    port = older.add_insecure_port("127.0.0.1:0")
-    await older.start()
-    info = WorkerInfo(worker="worker-0.1", address=f"127.0.0.1:{port}", slots=1)
-    with pytest.raises(ServiceError, match=r"worker-0\.1 lacks .* renew it: `dataservice workers"):
-        await prepared(link, info, make.order())
-    await older.stop(0.0)
 
 
 async def test_a_release_that_no_order_takes_along_is_a_call_of_its_own_soon(
@@ -339,7 +300,6 @@ async def test_only_the_coordinator_commands_a_worker(make, worker, channel_to, 
     orders = wire_packs.pack_orders_to_proto(PackOrders.of([make.order()]))
     for call in (
         stub.Prepare(orders, metadata=metadata).read(),
-        stub.PrepareOne(orders, metadata=metadata),
         stub.Release(worker_pb2.ReleaseRequest(), metadata=metadata),
     ):
         with pytest.raises(grpc.aio.AioRpcError, match="only the coordinator") as refused:

@@ -20,11 +20,12 @@ class Steps(SampleDecoder):
         self.steps: list[str] = []
         self.failed: set[str] = set()
 
-    def begin(self, raws, planned, epochs):
-        self.steps.append(f"begin {' '.join(raw.key for raw in raws)}")
-        if any(raw.key == "begin" for raw in raws):
+    def begin(self, samples):
+        keys = [sample.raw.key for sample in samples]
+        self.steps.append(f"begin {' '.join(keys)}")
+        if "begin" in keys:
             raise SampleError("it cannot begin")
-        return super().begin(raws, planned, epochs)
+        return super().begin(samples)
 
     def decode(self, raw: RawSample, planned, epoch=None, places=()):
         self.steps.append(raw.key)

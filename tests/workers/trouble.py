@@ -71,13 +71,13 @@ class Decoder(SampleDecoder):
         )
         return DecodedSample(input_ids=ids, labels=-ids, items=items)
 
-    def begin(self, raws, planned, epochs):
-        for raw in raws:
+    def begin(self, samples):
+        for raw, *_ in samples:
             act, _, early = raw.key.partition("-")
             if act == "begin":
                 self.mark(f"{raw.key}.{os.getpid()}")
                 ACTS[early](self, raw)
-        return super().begin(raws, planned, epochs)
+        return super().begin(samples)
 
     def mark(self, name):
         (self.folder / name).touch()

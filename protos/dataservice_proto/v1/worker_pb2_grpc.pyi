@@ -32,8 +32,6 @@ class WorkerStub:
     """From the coordinator only (authorised by the shared secret). Each pack is answered once it is
     ready or cannot be made, several together where they are; the call ends with the last.
     """
-    PrepareOne: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PackOrders, _worker_pb2.PackAnswers]
-    """The same of one pack: without a stream the call costs the coordinator half as much."""
     Release: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseResponse]
     Held: _grpc.UnaryStreamMultiCallable[_worker_pb2.HeldRequest, _worker_pb2.HeldPacks]
     """From the coordinator only: what was ordered here and not released, decoded or not, and which
@@ -53,8 +51,6 @@ class WorkerAsyncStub(WorkerStub):
     """From the coordinator only (authorised by the shared secret). Each pack is answered once it is
     ready or cannot be made, several together where they are; the call ends with the last.
     """
-    PrepareOne: _aio.UnaryUnaryMultiCallable[_worker_pb2.PackOrders, _worker_pb2.PackAnswers]  # type: ignore[assignment]
-    """The same of one pack: without a stream the call costs the coordinator half as much."""
     Release: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseResponse]  # type: ignore[assignment]
     Held: _aio.UnaryStreamMultiCallable[_worker_pb2.HeldRequest, _worker_pb2.HeldPacks]  # type: ignore[assignment]
     """From the coordinator only: what was ordered here and not released, decoded or not, and which
@@ -77,14 +73,6 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """From the coordinator only (authorised by the shared secret). Each pack is answered once it is
         ready or cannot be made, several together where they are; the call ends with the last.
         """
-
-    @_abc_1.abstractmethod
-    def PrepareOne(
-        self,
-        request: _worker_pb2.PackOrders,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.PackAnswers, _abc.Awaitable[_worker_pb2.PackAnswers]]:
-        """The same of one pack: without a stream the call costs the coordinator half as much."""
 
     @_abc_1.abstractmethod
     def Release(
