@@ -308,3 +308,14 @@ class RankShard:
     summary: StepSummary | None = None
     positions: PositionRule = IN_SEQUENCE
     weighted_loss_tokens: float | None = None
+    made_with: "ShardsMade | None" = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardsMade:
+    """Parts of ranks that were made together. Who writes one may write all, since in a row they
+    take half the time, and keep what is `written` until each is asked for: by what their ranks
+    know the job as, the bytes of each rank."""
+
+    shards: list[RankShard] = field(default_factory=list)
+    written: dict[str, dict[int, bytes]] = field(default_factory=dict)

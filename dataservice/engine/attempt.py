@@ -22,6 +22,7 @@ from dataservice.core.errors import (
     ServiceError,
     WorldSizeError,
 )
+from dataservice.core.orders import EVERYTHING, WantedParts
 from dataservice.core.tickets import holder_of
 from dataservice.core.topology import Topology
 from dataservice.core.whereabouts import ANYWHERE, Whereabouts
@@ -30,8 +31,8 @@ from dataservice.engine.tasks import retrieve_error
 
 @dataclass(kw_only=True, slots=True)
 class Claim:
-    """A rank held by a client, for as long as it is `live`; `where` it is, as it says. The two
-    steps only grow. Tickets name it as their `holder`."""
+    """A rank held by a client, for as long as it is `live`; `where` it is, as it says, and which
+    parts it `wanted` the last time. The two steps only grow. Tickets name it as their `holder`."""
 
     session: str
     rank: int
@@ -39,6 +40,7 @@ class Claim:
     received_step: int
     committed_step: int
     where: Whereabouts = ANYWHERE
+    wanted: WantedParts = EVERYTHING
     live: bool = True
     holder: str = field(init=False)
 

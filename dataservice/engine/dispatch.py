@@ -283,7 +283,7 @@ class Dispatcher:
         if not workers:
             return []  # the watch sees to it
         chosen = np.full(len(packs), -1, np.int64)
-        if self._orphans.any_left:
+        if self._orphans.any_of(step.orders):
             number = {worker.worker: k for k, worker in enumerate(workers)}
             for k, pack in enumerate(packs):
                 holder = self._orphans.take(step.orders, pack)

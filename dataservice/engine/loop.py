@@ -53,14 +53,14 @@ from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import drawn_ids, pass_over
 from dataservice.engine.ready_bytes import ReadyBytes
-from dataservice.engine.ready_step import ReadyStep, rank_shard, signed_ticket
+from dataservice.engine.ready_step import RankShards, ReadyStep
 from dataservice.engine.records import (
     CONTENT_WAIT_S,
     AttemptRecords,
     MadeStep,
     two_versions,
 )
-from dataservice.engine.shards import columns_of, packs_of
+from dataservice.engine.shards import packs_of
 from dataservice.engine.shares import Shares
 from dataservice.engine.skips import Skips
 from dataservice.engine.tasks import cancel_all, detach, retrieve_error
@@ -108,6 +108,7 @@ class AttemptLoop:
         self._attempt = attempt
         self._ports = ports
         self._records = AttemptRecords(attempt, store=ports.store, metrics=ports.metrics)
+        self._shards = RankShards(attempt, ports.ticket_secret)
         self._commits = Commits(attempt, records=self._records, metrics=ports.metrics, skips=skips)
         self._window = ReadyWindow(
             attempt,
@@ -208,10 +209,7 @@ class AttemptLoop:
         replica = self._attempt.topology.replica_of(rank)
         packs = packs_of(ready.parts, replica, wanted)
         holders = await self._holders(ready, rank, packs, failed_workers, slow_workers)
-        job, secret = self._attempt.job, self._ports.ticket_secret
-        ticket = signed_ticket(ready, replica, wanted, holders, claim, job, secret)
-        columns = columns_of(ready.parts, replica, wanted)
-        return rank_shard(ready, self._attempt, rank, columns, ticket, self._setup.positions)
+        return self._shards.of(ready, claim, wanted, holders, self._setup.positions)
 
     async def summary(self, step: int) -> StepSummary:
         """The groups of a whole step of this attempt. Raises NotFoundError where it never planned

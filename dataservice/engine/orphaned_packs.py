@@ -34,10 +34,9 @@ class OrphanedPacks:
         self.sent_bytes = 0, 0
         """What workers have sent to ranks, over gRPC and through memory."""
 
-    @property
-    def any_left(self) -> bool:
-        """Whether there is one to be claimed."""
-        return bool(self._worker_of)
+    def any_of(self, orders: PackOrders) -> bool:
+        """Whether there may be one of their step to be claimed."""
+        return any(key.step == orders.step for key in self._worker_of)
 
     def take(self, orders: PackOrders, place: int) -> str | None:
         """Claim an orphaned pack, one of those ordered. Returns the worker that holds it, None

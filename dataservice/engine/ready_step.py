@@ -1,8 +1,8 @@
-"""A ready step as one rank gets it: its rows, and a ticket for their bytes."""
+"""What ranks are told of a ready step: their rows, and a ticket for their bytes."""
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from dataservice_proto.columns import SUMMARY, packed
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.orders import (
     RankShard,
-    ShardColumns,
+    ShardsMade,
     StepSummary,
     Ticket,
     WantedParts,
@@ -21,8 +21,8 @@ from dataservice.core.tickets import sign_ticket
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep
-from dataservice.engine.shards import StepParts
-from dataservice.engine.ticket_rows import StepTickets
+from dataservice.engine.shards import StepParts, columns_of
+from dataservice.engine.ticket_rows import StepTickets, TicketRows
 
 # Streams wait for one another on slow links, and the clocks of hosts differ. Only its holder can
 # use a ticket meanwhile.
@@ -54,7 +54,8 @@ class CommonPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyStep:
-    """A planned step whose packs are decoding or decoded; decoded they have `size_bytes`."""
+    """A planned step whose packs are decoding or decoded; decoded they have `size_bytes`. `made`
+    are the parts of ranks, made before each asks."""
 
     planned: PlannedStep
     digest: str
@@ -63,6 +64,7 @@ class ReadyStep:
     dispatched: DispatchedStep
     tickets: StepTickets
     size_bytes: int
+    made: dict[int, "MadeShard"] = field(default_factory=dict)
 
 
 def step_summary(plan: StepPlan, digest: str) -> StepSummary:
@@ -88,64 +90,135 @@ def step_summary(plan: StepPlan, digest: str) -> StepSummary:
     )
 
 
-def rank_shard(
-    ready: ReadyStep,
-    attempt: Attempt,
-    rank: int,
-    columns: ShardColumns,
-    ticket: Ticket | None,
-    positions: PositionRule,
-) -> RankShard:
-    """One rank's part of a step, for a model that counts positions so."""
-    common = ready.common
-    summary = common.summary
-    return RankShard(
-        job=attempt.job,
-        attempt=attempt.number,
-        step=ready.planned.plan.step,
-        rank=rank,
-        replica=attempt.topology.replica_of(rank),
-        plan_digest=ready.digest,
-        cursor_after=common.cursor_after,
-        loss_tokens=common.loss_tokens,
-        weighted_loss_tokens=common.weighted_loss_tokens,
-        samples=summary.samples,
-        predicted_s=summary.predicted_s,
-        columns=columns,
-        ticket=ticket,
-        summary=summary if summary.size_bytes <= SMALL_SUMMARY_BYTES else None,
-        positions=positions,
-    )
+class RankShards:
+    """Makes what the ranks of an attempt are told of its ready steps.
+
+    All ranks ask at once, and nearly all find every pack where it was ordered and want the same as
+    the last time. So when the first asks, the parts of all ranks near it are made in a row, which
+    takes each half of what it takes between other work: see StepTickets. A rank of which anything
+    is otherwise has its own made.
+    """
+
+    def __init__(self, attempt: Attempt, secret: bytes) -> None:
+        self._attempt = attempt
+        self._secret = secret
+
+    def of(
+        self,
+        ready: ReadyStep,
+        claim: Claim,
+        wanted: WantedParts,
+        holders: NDArray[np.int32],
+        positions: PositionRule,
+    ) -> RankShard:
+        """One rank's part of a step, for a model that counts positions so, with a ticket for what
+        it wants of its replica's part, of which `holders` int32[k] has the packs: those of
+        `packs_of`, as places in the dispatched step's workers."""
+        claim.wanted = wanted
+        of_job = _OfJob(positions, int(time.time()))
+        if claim.rank not in ready.made:
+            self._make_beside(ready, claim, of_job)
+        made = ready.made.get(claim.rank)
+        if made is not None and made.is_for(claim, wanted, holders, of_job):
+            return made.shard
+        replica = self._attempt.topology.replica_of(claim.rank)
+        rows = ready.tickets.of(replica, wanted, holders)
+        return self._shard(ready, claim, wanted, rows, of_job)
+
+    def _make_beside(self, ready: ReadyStep, claim: Claim, of_job: "_OfJob") -> None:
+        """Make the parts of all ranks near this one that have a claim, but those that are there."""
+        topology, claims = self._attempt.topology, self._attempt.claims
+        replicas = ready.tickets.made_with(topology.replica_of(claim.rank))
+        each = topology.ranks_per_replica
+        together = ShardsMade()
+        for rank in range(replicas.start * each, replicas.stop * each):
+            own = claims.get(rank)
+            if own is None or rank in ready.made:
+                continue
+            rows = ready.tickets.made(topology.replica_of(rank), own.wanted)
+            shard = self._shard(ready, own, own.wanted, rows, of_job, together)
+            ready.made[rank] = MadeShard(own, own.wanted, rows.held, of_job, shard)
+            together.shards.append(shard)
+
+    def _shard(
+        self,
+        ready: ReadyStep,
+        claim: Claim,
+        wanted: WantedParts,
+        rows: TicketRows,
+        of_job: "_OfJob",
+        together: ShardsMade | None = None,
+    ) -> RankShard:
+        common, replica = ready.common, self._attempt.topology.replica_of(claim.rank)
+        summary = common.summary
+        return RankShard(
+            job=self._attempt.job,
+            attempt=self._attempt.number,
+            step=ready.planned.plan.step,
+            rank=claim.rank,
+            replica=replica,
+            plan_digest=ready.digest,
+            cursor_after=common.cursor_after,
+            loss_tokens=common.loss_tokens,
+            weighted_loss_tokens=common.weighted_loss_tokens,
+            samples=summary.samples,
+            predicted_s=summary.predicted_s,
+            columns=columns_of(ready.parts, replica, wanted),
+            ticket=self._ticket(ready, claim, wanted, rows, of_job.unix_s),
+            summary=summary if summary.size_bytes <= SMALL_SUMMARY_BYTES else None,
+            positions=of_job.positions,
+            made_with=together,
+        )
+
+    def _ticket(
+        self, ready: ReadyStep, claim: Claim, wanted: WantedParts, rows: TicketRows, unix_s: int
+    ) -> Ticket | None:
+        """None where there is nothing to fetch."""
+        if not rows.held:
+            return None
+        ticket = Ticket(
+            job=self._attempt.job,
+            step=ready.planned.plan.step,
+            plan_digest=ready.digest,
+            rank=claim.rank,
+            holder=claim.holder,
+            expires_unix_s=unix_s + TICKET_LIFE_S,
+            workers=rows.workers,
+            addresses=rows.addresses,
+            tensors=() if wanted.tokens and wanted.labels else wanted.sequence,
+            sequences=rows.sequences,
+            parts=rows.parts,
+            columns=rows.columns,
+            written=rows.written,
+        )
+        return sign_ticket(ticket, self._secret)
 
 
-def signed_ticket(
-    ready: ReadyStep,
-    replica: int,
-    wanted: WantedParts,
-    holders: NDArray[np.int32],
-    claim: Claim,
-    job: str,
-    secret: bytes,
-) -> Ticket | None:
-    """The ticket for what a rank wants of its replica's part, of which `holders` int32[k] has the
-    packs: those of `packs_of`, as places in the dispatched step's workers. None where there is
-    nothing."""
-    if not len(holders):
-        return None
-    rows = ready.tickets.of(replica, wanted, holders)
-    ticket = Ticket(
-        job=job,
-        step=ready.planned.plan.step,
-        plan_digest=ready.digest,
-        rank=claim.rank,
-        holder=claim.holder,
-        expires_unix_s=int(time.time()) + TICKET_LIFE_S,
-        workers=rows.workers,
-        addresses=rows.addresses,
-        tensors=() if wanted.tokens and wanted.labels else wanted.sequence,
-        sequences=rows.sequences,
-        parts=rows.parts,
-        columns=rows.columns,
-        written=rows.written,
-    )
-    return sign_ticket(ticket, secret)
+class _OfJob(NamedTuple):
+    """What holds for all ranks for a while: how the model counts positions, and when this was."""
+
+    positions: PositionRule
+    unix_s: int
+
+
+class MadeShard(NamedTuple):
+    """One rank's part of a step, and for what it was made: who claims the rank and wants what,
+    where its packs were, and when."""
+
+    claim: Claim
+    wanted: WantedParts
+    held: bytes
+    of_job: _OfJob
+    shard: RankShard
+
+    def is_for(
+        self, claim: Claim, wanted: WantedParts, holders: NDArray[np.int32], of_job: _OfJob
+    ) -> bool:
+        """Whether this rank would be told the same now, but for a part of its ticket's life."""
+        return (
+            self.claim is claim
+            and self.wanted == wanted
+            and self.held == holders.tobytes()
+            and self.of_job.positions == of_job.positions
+            and of_job.unix_s - self.of_job.unix_s < TICKET_LIFE_S // 10
+        )

@@ -54,15 +54,24 @@ class StepTickets:
     def of(self, replica: int, wanted: WantedParts, held: NDArray[np.int32]) -> TicketRows:
         """The rows of a replica whose packs, those of `packs_of`, are held by these of the step's
         `workers`, int32[k]."""
-        group, place = divmod(replica, MADE_AT_ONCE)
-        made = self._made.get((wanted, group))
-        if made is None:
-            first = group * MADE_AT_ONCE
-            some = range(first, min(first + MADE_AT_ONCE, self._parts.plan.replicas))
-            made = self._made[wanted, group] = self._rows(some, wanted)
-        if made[place].held == held.tobytes():
-            return made[place]
+        made = self.made(replica, wanted)
+        if made.held == held.tobytes():
+            return made
         return self._rows(range(replica, replica + 1), wanted, held)[0]
+
+    def made(self, replica: int, wanted: WantedParts) -> TicketRows:
+        """The rows of a replica whose packs are where they were when the first of
+        `made_with(replica)` was asked for."""
+        some = self.made_with(replica)
+        made = self._made.get((wanted, some.start))
+        if made is None:
+            made = self._made[wanted, some.start] = self._rows(some, wanted)
+        return made[replica - some.start]
+
+    def made_with(self, replica: int) -> range:
+        """The replicas whose rows are made together with this one's."""
+        first = replica - replica % MADE_AT_ONCE
+        return range(first, min(first + MADE_AT_ONCE, self._parts.plan.replicas))
 
     def _rows(
         self, replicas: range, wanted: WantedParts, held: NDArray[np.int32] | None = None

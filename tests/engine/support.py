@@ -252,3 +252,13 @@ async def samples_by_step(
             assert explained.plan.digest == entry.plan_digest
             found[entry.step] = sorted(explained.plan.sample_ids.tolist())
     return found
+
+
+class Held:
+    """Of a dispatched step what tickets are made from."""
+
+    def __init__(self, packs: int, workers: int) -> None:
+        self.workers = [
+            WorkerInfo(worker=f"w{k}", address=f"host{k}:1", slots=1) for k in range(workers)
+        ]
+        self.holder = np.random.default_rng(0).integers(0, workers, packs, dtype=np.int32)

@@ -2,35 +2,23 @@
 
 from itertools import islice, product
 
-import numpy as np
 import pytest
 from dataservice_proto.columns import TICKET, read_all
 from dataservice_proto.v1 import worker_pb2
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.orders import EVERYTHING, WantedParts
-from dataservice.core.ports import WorkerInfo
 from dataservice.core.topology import Topology
 from dataservice.engine import ticket_rows
 from dataservice.engine.planner import plan_step
 from dataservice.engine.shards import StepParts, cut_step, packs_of
 from dataservice.engine.ticket_rows import StepTickets, TicketRows
-from tests.engine.support import make_setup
+from tests.engine.support import Held, make_setup
 
 KINDS = [
     EVERYTHING,
     *(WantedParts(tokens=t, media=m, labels=False) for t, m in product((True, False), repeat=2)),
 ]
-
-
-class Held:
-    """Of a dispatched step what tickets are made from."""
-
-    def __init__(self, packs: int, workers: int) -> None:
-        self.workers = [
-            WorkerInfo(worker=f"w{k}", address=f"host{k}:1", slots=1) for k in range(workers)
-        ]
-        self.holder = np.random.default_rng(0).integers(0, workers, packs, dtype=np.int32)
 
 
 @pytest.fixture(params=[1, 3, 256], ids="{} at once".format)
