@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 # The first plan of a process compiles kernels, which takes most of a minute on a busy machine.
-LIMIT_S = 120.0
+LIMIT_S = 180.0
 
 
 def wait_for(condition: Callable[[], T], limit_s: float = LIMIT_S) -> T:

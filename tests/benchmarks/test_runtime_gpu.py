@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_the_tiny_run_gives_every_row_and_measurements_to_calibrate(tmp_path):
     table, found = tmp_path / "table.md", tmp_path / "measurements.json"
     arguments = ["--device", "cpu", "--tiny", "--out", table, "--measurements", found]

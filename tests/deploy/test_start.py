@@ -198,7 +198,6 @@ def wait_until_serving(
     raise AssertionError(log.read_text()[-4000:])
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.long
 def test_the_rendered_coordinator_feeds_the_example_trainer_and_stops_in_time(dev, tmp_path):
     token, job = make_secrets(tmp_path), make_job(tmp_path)

@@ -218,7 +218,7 @@ def schema_version(state: Path) -> int:
 def trained_on(ranks: Ranks, steps: int = 1) -> None:
     """Wait until the ranks have trained so many steps more."""
     before = ranks.steps_done
-    wait_for(lambda: ranks.steps_done >= before + steps or ranks.errors, 60.0)
+    wait_for(lambda: ranks.steps_done >= before + steps or ranks.errors)
     assert not ranks.errors
 
 
@@ -238,13 +238,12 @@ def test_workers_outlive_coordinators_and_are_renewed_under_a_job(corpus, tmp_pa
     replaced = dict(re.findall(r"(worker-[01]\.1) is replaced by (worker-[01]\.[2-9])", said))
     assert set(replaced) == {"worker-0.1", "worker-1.1"}
     assert set(workers_of(service)) == set(replaced.values())
-    ranks.join(120.0)
+    ranks.join()
     assert len(ranks.visits) == samples
     assert set(ranks.visits.values()) == {1}
     assert "is lost" not in service.log.read_text()
 
 
-@pytest.mark.timeout(400)  # a machine under load starts Ray slowly
 def test_the_upgrade_and_its_rollback_lose_nothing_in_the_order_that_is_written(
     corpus, tmp_path, service, ray, next_release
 ):

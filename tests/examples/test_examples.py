@@ -26,7 +26,7 @@ from tests.examples.ranks import main
 from tests.service.support import job_file, serving
 
 # A busy machine takes a minute to start four ranks, and the first test of a run makes the corpus.
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5

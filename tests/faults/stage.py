@@ -17,8 +17,9 @@ from soak.gate import Gate
 from soak.service import ServiceProcess
 from soak.training import Connection, Training
 from soak.vision import DecodingGate
+from tests.waiting import LIMIT_S
 
-JOIN_LIMIT_S = 120.0
+JOIN_LIMIT_S = 180.0
 WORKERS = 2
 DECODE_LIMIT_S = 12.0  # Ray gives its workers what others leave of the CPUs
 STEP = 4  # where most faults strike: a checkpoint lies behind, most of the epoch ahead
@@ -101,7 +102,7 @@ def staged(data: Path, home: Path, pool: str, *, nodes: int = 0) -> Iterator[Sta
         yield Stage(data=data, service=service, gate=gate, decoding=decoding, cluster=joined)
 
 
-def wait_for(what: str, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+def wait_for(what: str, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     """Poll until true."""
     deadline_s = time.monotonic() + limit_s
     while not condition():

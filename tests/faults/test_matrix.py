@@ -11,8 +11,6 @@ from tests.faults.faults import FAULTS
 from tests.faults.phases import PHASES
 from tests.faults.stage import JOIN_LIMIT_S
 
-pytestmark = pytest.mark.timeout(400)  # beyond the limits of what is waited for, for their words
-
 ALWAYS = {
     "worker-killed": "streaming",
     "decoder-killed": "decoding",

@@ -219,7 +219,6 @@ def texts(job: str, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.timeout(300)
 async def test_damaged_requests_to_the_coordinator_get_deliberate_answers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, tally: Tally
 ) -> None:
@@ -245,7 +244,6 @@ async def test_damaged_requests_to_the_coordinator_get_deliberate_answers(
             assert "fuzzed" in [each.name for each in jobs.jobs]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("commands", [True, False], ids=["coordinator", "stranger"])
 async def test_damaged_requests_to_a_worker_get_deliberate_answers(
     tmp_path: Path, commands: bool, caplog: pytest.LogCaptureFixture, tally: Tally

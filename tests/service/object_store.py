@@ -56,7 +56,7 @@ def _server(log: Path) -> Iterator[str]:
         subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT) as process,
     ):
         try:
-            wait_for(lambda: bool(told()) or process.poll() is not None, 90)
+            wait_for(lambda: bool(told()) or process.poll() is not None)
             assert told(), log.read_text()
             yield told()[0]
         finally:

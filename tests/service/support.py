@@ -24,7 +24,7 @@ from dataservice.jobs.sample_pipeline import decoder_of, reader_of
 from soak.audit import Dataset, bytes_wrong, step_wrong
 from soak.rank import row_of
 from soak.service import ServiceProcess, dataservice
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 from trainer_client import Shard, ShardDataset, Tls
 from trainer_client.parts import EVERYTHING
 
@@ -147,7 +147,7 @@ class Ranks:
             thread.start()
         return self
 
-    def join(self, limit_s: float = 90.0) -> "Ranks":
+    def join(self, limit_s: float = LIMIT_S) -> "Ranks":
         deadline_s = time.monotonic() + limit_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -15,7 +15,7 @@ from tests.service.small import SAMPLES, make_corpus, write_job, write_jsonl
 from tests.service.support import Ranks, ServiceProcess, differing_bytes, serving, wait_for
 from trainer_client import ClientError
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]  # several starts of ranks
+pytestmark = pytest.mark.long
 EPOCHS = 4
 MORE = 10
 BATCH = 6  # samples of a step, as write_job has it

@@ -37,7 +37,7 @@ def test_a_refit_begins_at_its_step_and_outlives_the_service(corpus, tmp_path, c
         assert OTHER.model.version in said
         begins = int(said.split("from step ")[1].split()[0])
         ranks = Ranks(service.address, 3, pace_s=0.1).start(state=first.state)
-        wait_for(lambda: ranks.steps_done >= 4, 90)
+        wait_for(lambda: ranks.steps_done >= 4)
         service.kill()
         service.start()
         ranks.join()

@@ -89,8 +89,8 @@ def connected(service: ServiceProcess, workers: list[int], ranks: int) -> list[i
     """What the coordinator and each worker have open while so many ranks train, each of which has
     long come to fetch from every worker."""
     training = Ranks(service.address, ranks, pace_s=0.05).start()
-    wait_for(lambda: len(training.shards) == ranks, 60)
-    wait_for(lambda: min(map(len, training.shards.values())) >= 20, 90)
+    wait_for(lambda: len(training.shards) == ranks)
+    wait_for(lambda: min(map(len, training.shards.values())) >= 20)
     counts = least_open([service.pid, *workers])
     training.stop_at_one_step()
     return counts

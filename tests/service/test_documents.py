@@ -36,7 +36,7 @@ SECRETS = "/etc/dataservice"  # in the documents; here a folder of the reader
 LIMIT_S = 300
 JOB = "vlm-sft.yaml"
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long
 
 
 @dataclass

@@ -18,7 +18,7 @@ def epoch(corpus, tmp_path_factory):
     path = job_file(corpus, home)
     with serving(home, pool="ray") as service:
         service.cli("job", "submit", str(path))
-        ranks = Ranks(service.address, 4).start().join(150.0)
+        ranks = Ranks(service.address, 4).start().join()
         said = [explained(service, step) for step in (0, 3)]
         table = service.cli("explain", "job", "--step", "3").stdout
         listed = json.loads(service.cli("job", "list", "--json").stdout)

@@ -93,7 +93,7 @@ def test_a_team_of_twice_the_weight_gets_twice_the_decoding_and_one_alone_gets_a
         (worker,) = metrics_addresses(service)
         small, large = ranks["small"].start(), ranks["large"]
         # Twice its own share, which is a third; in an undisturbed second it is nearly all.
-        wait_for(lambda: share_of_a_second(worker, "small") > 2 / 3, 90)
+        wait_for(lambda: share_of_a_second(worker, "small") > 2 / 3)
         large.start()
         wait_for(lambda: large.steps_done >= 1)
         before_s = {team: served_s(worker, team) for team in tokens}
@@ -105,6 +105,6 @@ def test_a_team_of_twice_the_weight_gets_twice_the_decoding_and_one_alone_gets_a
             enough = gained_s["small"] >= 2
             return enough and gained_s["large"] / gained_s["small"] == pytest.approx(2, rel=0.1)
 
-        wait_for(two_to_one, 90)
+        wait_for(two_to_one)
         small.stop_at_one_step()
         large.stop_at_one_step()

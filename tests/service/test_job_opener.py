@@ -32,7 +32,6 @@ from tests.waiting import wait_for
 QUICK = OpeningLimits(pipeline_cpu_s=1)
 ENDLESS = OpeningLimits(pipeline_cpu_s=3600)
 # What opens jobs has the lowest priority: beside other tests its seconds of CPU may take minutes.
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def epoch(corpus, home, late_index_samples):
     (home / "config.yaml").write_text(yaml.safe_dump(config))
     with serving(home / "s", "local", "--config", str(home / "config.yaml")) as service:
         service.cli("job", "submit", str(job_file(corpus, home)))
-        ranks = Ranks(service.address, 4).start().join(150.0)
+        ranks = Ranks(service.address, 4).start().join()
         service.stop()
     return ranks
 

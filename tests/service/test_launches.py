@@ -19,7 +19,7 @@ from tests.service.support import free_ports, job_file, serving, wait_for
 RANK = Path(__file__).with_name("launched_rank.py")
 LIMIT_S = 180.0
 # A dozen processes import torch.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = pytest.mark.long
 PLAN = {"memory_tokens": 4096}  # two ranks hold the longest sample
 
 

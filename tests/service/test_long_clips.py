@@ -32,7 +32,7 @@ def trained(job, home):
     """What each rank received in an epoch, by step."""
     with serving(home) as service:
         service.cli("job", "submit", str(job))
-        ranks = Ranks(service.address, RANKS).start().join(120.0)
+        ranks = Ranks(service.address, RANKS).start().join()
         service.stop()
     return ranks
 

@@ -64,7 +64,7 @@ def test_a_service_trains_with_the_workers_there_are_and_says_which_are_missing(
         wait_for(lambda: counted(service) == (2, 3))
 
         taken.close()
-        wait_for(lambda: "3 of 3 workers, " in service.cli("status").stdout, 90)
+        wait_for(lambda: "3 of 3 workers, " in service.cli("status").stdout)
         assert "missing" not in service.cli("status").stdout
         wait_for(lambda: counted(service) == (3, 3))
     finally:

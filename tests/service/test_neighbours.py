@@ -86,8 +86,8 @@ def test_a_large_job_delays_no_one_and_leaves_its_memory(tmp_path, jobs):
         # Behind the large job's steps, the small one's would come one or two at a time.
         assert meanwhile <= 30 // 3
         with client(service, tokens[LARGE]) as own:
-            wait_for(lambda: _deleted(own), 60)
-        wait_for(lambda: resident_bytes(service.pid) < before_bytes + 300 * MIB, 60)
+            wait_for(lambda: _deleted(own))
+        wait_for(lambda: resident_bytes(service.pid) < before_bytes + 300 * MIB)
 
 
 def _deleted(own) -> bool:

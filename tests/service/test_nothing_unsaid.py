@@ -108,7 +108,7 @@ def test_media_of_every_layout_reach_a_rank(home):
     assert [len(one["skipped"]) for one in said] == [0] * 5
     with serving(home / "state") as service:
         service.cli("job", "submit", path)
-        ranks = Ranks(service.address, 1, job="arrives").start().join(60.0)
+        ranks = Ranks(service.address, 1, job="arrives").start().join()
         service.stop()
     assert ranks.visits == dict.fromkeys(range(12), 1)
     batches = [m for shard in ranks.shards[0] for m in shard.microbatches]

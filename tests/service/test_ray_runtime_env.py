@@ -14,7 +14,7 @@ from tests.service.small import SAMPLES, make_corpus, write_job
 from tests.service.support import Ranks, ServiceProcess
 from trainer_client import ClientError
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long]
 
 REPLACED = "was started with other settings: it is replaced"
 CODE = """

@@ -14,7 +14,7 @@ from tests.service.support import (
 )
 from trainer_client import Fenced
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]  # several starts of a service
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

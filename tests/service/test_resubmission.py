@@ -10,7 +10,7 @@ from tests.service.small import SAMPLES, make_corpus, write_job
 from tests.service.support import Ranks, ServiceProcess
 from trainer_client import CursorMismatch
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]  # several starts of a service
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from tests.service.support import Ranks, dataservice, job_file, serving, wait_for
 from trainer_client import ServiceFailed
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]  # several starts of a service
+pytestmark = pytest.mark.long
 
 
 def limit_files(process: int, size_bytes: int) -> None:

@@ -22,7 +22,7 @@ from tests.service.moody_vision import IMPORT_PATH, NAME
 from tests.service.small import indexed_job, make_corpus
 from tests.service.support import Ranks, ServiceProcess, serving, wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.long
 
 EPOCHS = 2000
 USUAL_STEPS = 30  # so many are behind the window of the last 20, whose seconds are the usual ones

@@ -22,7 +22,7 @@ from tests.service.object_store import object_store
 from tests.service.small import indexed_job, make_corpus, write_tar
 from tests.service.support import Ranks, ServiceProcess, dataservice, serving, wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.long
 
 BUCKET = "far"
 FAR = f"s3://{BUCKET}/images/images-{{0..1}}.tar"

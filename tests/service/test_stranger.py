@@ -25,7 +25,7 @@ from tests.decode.files import Files, train
 from tests.decode.transformers_judge import TransformersJudge
 from tests.service.support import dataservice, serving
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long
 
 RANKS, SAMPLES, BATCH = 3, 24, 8
 VISION = FAMILIES["vision"]

@@ -232,4 +232,4 @@ def test_no_process_of_ray_outlives_a_service_that_ends_so(tmp_path, job):
         assert len(family(service.home)) > 3
         wedged_loop(service)
         assert stopped(service) == ABANDONED
-        wait_for(lambda: not family(service.home), 90.0)  # Ray ends its own as it notices
+        wait_for(lambda: not family(service.home))  # Ray ends its own as it notices

@@ -10,6 +10,5 @@ RANK = Path(__file__).with_name("megatron_rank.py")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_ranks_groups_and_the_cut_of_packs_are_those_of_megatron_core(tmp_path):
     run_ranks(installed(MEGATRON, tmp_path), 4, RANK)
