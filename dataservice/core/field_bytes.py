@@ -7,7 +7,7 @@ empty need not come.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,9 @@ def heads_of(message: Any, kind: int) -> dict[str, bytes]:
     return {field.name: head_of(field.number, kind) for field in fields}
 
 
+@lru_cache(maxsize=8192)  # nearly all lengths and ranks, and what thousands of messages repeat
 def number(value: int) -> bytes:
     """A number of up to 64 bits; one below zero has ten bytes."""
-    if 0 <= value < _MORE:
-        return _SHORT[value]
     value &= _NUMBER_BITS
     digits = bytearray()
     while value >= _MORE:
@@ -38,15 +37,6 @@ def number(value: int) -> bytes:
         value >>= 7
     digits.append(value)
     return bytes(digits)
-
-
-_SHORT = [bytes([value]) for value in range(_MORE)]
-_SHORT += [number(value) for value in range(_MORE, 4096)]  # nearly all lengths are such
-
-
-def length(size: int) -> bytes:
-    """The length that stands before so many bytes."""
-    return _SHORT[size] if size < len(_SHORT) else number(size)
 
 
 def head_of(field: int, kind: int) -> bytes:
@@ -59,7 +49,7 @@ def fields(heads: Mapping[str, bytes], values: Mapping[str, bytes]) -> list[byte
     parts: list[bytes] = []
     for name, value in values.items():
         if value:
-            parts += heads[name], length(len(value)), value
+            parts += heads[name], number(len(value)), value
     return parts
 
 
@@ -73,7 +63,7 @@ def cut_fields(
         if column:
             ends, sizes = begin.tolist(), counts_between(begin).tolist()
             head = head_of(field, BYTES)
-            before = {size: head + length(size) for size in set(sizes)}
+            before = {size: head + number(size) for size in set(sizes)}
             parts.append(map(before.__getitem__, sizes))
             parts.append(map(column.__getitem__, map(slice, ends[:-1], ends[1:])))
     if not parts:
@@ -107,10 +97,10 @@ class _Texts(dict[str, bytes]):
         if len(self) >= TEXTS_KEPT:
             self.clear()
         encoded = text.encode()
-        self[text] = found = b"".join((self._head, length(len(encoded)), encoded))
+        self[text] = found = b"".join((self._head, number(len(encoded)), encoded))
         return found
 
 
 def within(head: bytes, parts: list[bytes]) -> list[bytes]:
     """The parts of a field that holds a message of these parts."""
-    return [head, length(sum(map(len, parts))), *parts]
+    return [head, number(sum(map(len, parts))), *parts]

@@ -17,7 +17,7 @@ from dataservice.core.orders import (
 )
 from dataservice.core.plan import StepPlan
 from dataservice.core.positions import PositionRule
-from dataservice.core.tickets import sign_ticket
+from dataservice.core.tickets import signed_ticket
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import PlannedStep
@@ -176,7 +176,8 @@ class RankShards:
         """None where there is nothing to fetch."""
         if not rows.held:
             return None
-        ticket = Ticket(
+        return signed_ticket(
+            self._secret,
             job=self._attempt.job,
             step=ready.planned.plan.step,
             plan_digest=ready.digest,
@@ -191,7 +192,6 @@ class RankShards:
             columns=rows.columns,
             written=rows.written,
         )
-        return sign_ticket(ticket, self._secret)
 
 
 class _OfJob(NamedTuple):
