@@ -4,7 +4,7 @@ any of them. Workers make the objects, each of its own packs.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Protocol, overload
 
@@ -320,18 +320,6 @@ def numbered(values: Array) -> tuple[Array, Array]:
     largest), which must not be large."""
     seen = np.bincount(values) > 0
     return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]
-
-
-def joined(files: Sequence[tuple[str, str]], parts: Sequence[SampleColumns]) -> SampleColumns:
-    """Samples end to end, whose `file` are places in these."""
-    if len(parts) == 1:
-        return replace(parts[0], files=files)
-    return SampleColumns(
-        files=files,
-        keys=b"".join(part.keys for part in parts),
-        names=b"".join(part.names for part in parts),
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in NUMBERS},
-    )
 
 
 OF_SAMPLES = (
