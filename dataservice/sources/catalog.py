@@ -20,7 +20,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import (
     IntArray,
-    ItemNotes,
+    ItemDetails,
     LengthTable,
     SampleLengths,
     SampleRef,
@@ -203,17 +203,11 @@ class IndexedCatalog(LengthsById):
         self.sources.require(sample_ids)
         return self._file_ranges.of(np.ascontiguousarray(sample_ids, dtype=np.int64))
 
-    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
-        """What models need to know of these samples' encoder items, by sample, then in its order.
-        Raises NotFoundError when an id is unknown."""
+    def item_details(self, sample_ids: IntArray) -> ItemDetails:
+        """What is known of these samples' encoder items besides their lengths, by sample, then in
+        its order. Raises NotFoundError when an id is unknown."""
         self.sources.require(sample_ids)
-        return self.parts.details.item_notes(sample_ids)
-
-    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
-        """The modality of these samples' encoder items, and how many numbers each is decoded to, by
-        sample, then in its order. Raises NotFoundError when an id is unknown."""
-        self.sources.require(sample_ids)
-        return self.parts.details.item_values(sample_ids)
+        return self.parts.details.item_details(sample_ids)
 
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
         """The own loss weight of each of these samples: float64[n]. Raises NotFoundError when an

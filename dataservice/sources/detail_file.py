@@ -18,6 +18,7 @@ from dataservice.core.sample import (
     MAX_LOSS_WEIGHT,
     ByteSpan,
     IntArray,
+    ItemDetails,
     ItemLengths,
     ItemNotes,
     Modality,
@@ -119,31 +120,28 @@ class DetailTable(ABC):
             **{name: of.numbers(name, of_items) for name in ITEM_COLUMNS},
         )
 
-    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
-        """What is known of the items of these samples, by sample, then in its order."""
-        of = self._looked_up(sample_ids)
-        _, of_items = of.opened("item_kind")
-        sides, of_grids = of.opened("item_grid", of_items)  # of one not known, none
-        known = of.numbers("item_grid", of_grids).reshape(-1, 4)
-        grid = known
-        if len(known) < len(sides):
-            grid = np.zeros((len(sides), 4), np.int32)
-            grid[sides > 0] = known
-        return ItemNotes(
-            kind=of.numbers("item_kind", of_items, null=-1),
-            grid=grid,
-            seconds_per_patch=of.numbers("item_seconds_per_patch", of_items, null=np.nan),
-        )
-
-    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
-        """The modality of these samples' items, int8[m], and the product of each one's shape,
-        int64[m], by sample, then in its order."""
+    def item_details(self, sample_ids: IntArray) -> ItemDetails:
+        """What is known of these samples' items besides their lengths, by sample, then in its
+        order."""
         of = self._looked_up(sample_ids)
         _, of_items = of.opened("item_shape")
         sides, of_sides = of.opened("item_shape", of_items)
         values = np.empty(len(sides), np.int64)
         multiply(sides, of.numbers("item_shape", of_sides), values)
-        return of.numbers("item_modality", of_items), values
+        of_grid, of_grids = of.opened("item_grid", of_items)  # of one not known, none
+        grid = known = of.numbers("item_grid", of_grids).reshape(-1, 4)
+        if len(known) < len(sides):
+            grid = np.zeros((len(sides), 4), np.int32)
+            grid[of_grid > 0] = known
+        return ItemDetails(
+            modality=of.numbers("item_modality", of_items),
+            values=values,
+            notes=ItemNotes(
+                kind=of.numbers("item_kind", of_items, null=-1),
+                grid=grid,
+                seconds_per_patch=of.numbers("item_seconds_per_patch", of_items, null=np.nan),
+            ),
+        )
 
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
         """The own loss weight of each of these samples: float64[n]."""

@@ -14,8 +14,8 @@ import pytest
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import (
     ByteSpan,
+    ItemDetails,
     ItemLengths,
-    ItemNotes,
     Modality,
     SampleLengths,
     SampleLocation,
@@ -134,19 +134,20 @@ def require_alike(file: DetailFile, rows: Rows, wanted: list[int]) -> None:
         file.take(ids, file_of, FILES)
     )
 
-    notes = file.item_notes(ids)
+    items = file.item_details(ids)
+    notes = items.notes
     kinds = [kind for row in own for kind in row["item_kind"]]
     assert notes.kind.tolist() == [-1 if kind is None else kind for kind in kinds]
     assert notes.grid.tolist() == [grid or [0] * 4 for row in own for grid in row["item_grid"]]
     seconds = [each for row in own for each in row["item_seconds_per_patch"]]
     np.testing.assert_array_equal(notes.seconds_per_patch, np.array(seconds, np.float64))
-    unknown = ItemNotes.unknown(0)
-    for each in fields(ItemNotes):
-        assert getattr(notes, each.name).dtype == getattr(unknown, each.name).dtype
+    none = ItemDetails.of([])
+    for of, as_in in ((items, none), (notes, none.notes)):
+        for name in {each.name for each in fields(of)} - {"notes"}:
+            assert getattr(of, name).dtype == getattr(as_in, name).dtype
 
-    modality, values = file.item_values(ids)
-    assert modality.tolist() == [each for row in own for each in row["item_modality"]]
-    assert values.tolist() == [math.prod(shape) for row in own for shape in row["item_shape"]]
+    assert items.modality.tolist() == [each for row in own for each in row["item_modality"]]
+    assert items.values.tolist() == [math.prod(shape) for row in own for shape in row["item_shape"]]
     assert file.loss_weights(ids).tolist() == [row["loss_weight"] for row in own]
 
 
@@ -192,7 +193,7 @@ def test_a_file_without_rows_has_none() -> None:
 @pytest.mark.parametrize("wrong", [-1, 20, 2**40])
 def test_a_row_that_the_file_does_not_have_is_refused(wrong: int) -> None:
     file = written(made_rows(20, seed=1), [7, 20])
-    for ask in (file.item_notes, file.item_values, file.loss_weights):
+    for ask in (file.item_details, file.loss_weights):
         with pytest.raises(IndexError):
             ask(np.array([3, wrong]))
 
@@ -228,8 +229,7 @@ def test_of_a_damaged_file_nothing_is_read_that_lies_outside() -> None:
         damaged = DetailFile(copy)
         try:
             damaged.columns(ids, np.zeros(60, np.int64), FILES)
-            damaged.item_notes(ids)
-            damaged.item_values(ids)
+            damaged.item_details(ids)
         except (IndexError, ValueError, MemoryError):
             refused += 1
     assert 100 < refused < 300
