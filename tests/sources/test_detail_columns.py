@@ -2,6 +2,8 @@
 
 import math
 import os
+import sys
+from collections import Counter
 from dataclasses import fields
 from itertools import pairwise
 from random import Random
@@ -162,6 +164,26 @@ def test_rows_are_found_in_any_order_in_whichever_batch(cuts: list[int], seed: i
         require_alike(file, rows, random.choices(range(40), k=count))
     require_alike(file, rows, list(range(40)))
     require_alike(file, rows, list(range(39, -1, -1)))
+
+
+def test_many_batches_take_no_more_calls_than_one() -> None:
+    rows, ids = made_rows(60, seed=2), np.arange(59, -1, -2)
+    calls = []
+    for cuts in ([60], [*range(2, 60, 2), 60]):
+        file, made = written(rows, cuts), Counter[str]()
+        file.columns(ids, ids % 3, FILES)  # what is made once is made
+
+        def count(_frame: object, event: str, _argument: object, made: Any = made) -> None:
+            made[event] += 1
+
+        sys.setprofile(count)
+        try:
+            file.columns(ids, ids % 3, FILES)
+            file.item_details(ids)
+        finally:
+            sys.setprofile(None)
+        calls.append(made)
+    assert calls[0] == calls[1]
 
 
 @pytest.mark.parametrize(
