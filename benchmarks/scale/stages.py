@@ -32,14 +32,14 @@ def stages(size: Size) -> list[Row]:
     planned = plan_step(setup, Cursor(), topology)
     assert planned is not None, "the job is endless"
     plan, digest = planned.plan, planned.plan.digest
-    notes = setup.catalog.item_notes(plan.sample_ids)
+    items = setup.catalog.item_details(plan.sample_ids)
     orders = pack_orders(plan, setup.catalog, job=JOB, digest=digest, pipeline="{}")
-    parts = cut_step(plan, notes)
+    parts = cut_step(plan, items.notes)
     works: dict[str, Callable[[], object]] = {
         "draw to plan": partial(plan_step, setup, Cursor(), topology),
-        "columns of all ranks": partial(cut_step, plan, notes),
-        "what models know of items": partial(setup.catalog.item_notes, plan.sample_ids),
-        "decoded bytes": partial(planned_bytes, plan, setup.catalog),
+        "columns of all ranks": partial(cut_step, plan, items.notes),
+        "what is known of items": partial(setup.catalog.item_details, plan.sample_ids),
+        "decoded bytes": partial(planned_bytes, plan, items),
         f"orders as they are sent to {WORKERS} workers": partial(_written, orders),
         "rows of all ranks": partial(_rows, parts, size.ranks),
     }

@@ -27,7 +27,7 @@ from dataservice.core.sample import (
     HeldItems,
     IntArray,
     ItemArray,
-    ItemNotes,
+    ItemDetails,
     LengthTable,
     RawSample,
     SampleLengths,
@@ -165,14 +165,9 @@ class Catalog(Protocol):
         uint32[n], in the order given. Two rows seldom have the same."""
         ...
 
-    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
-        """What models need to know of these samples' encoder items, by sample, then in its
-        order."""
-        ...
-
-    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
-        """The modality of these samples' encoder items, and how many numbers each is decoded to:
-        int8[m] and int64[m], by sample, then in its order."""
+    def item_details(self, sample_ids: IntArray) -> ItemDetails:
+        """What is known of these samples' encoder items besides their lengths, by sample, then in
+        its order."""
         ...
 
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ known by its `sample_id`, a dense int64 over all the sources of a job in the ord
 job file.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -212,6 +213,25 @@ class ItemNotes:
             kind=np.array([-1 if i.kind is None else i.kind for i in items], dtype=np.int8),
             grid=np.array(grids, dtype=np.int32).reshape(-1, 4),
             seconds_per_patch=np.array([np.nan if s is None else s for s in spans], dtype=float),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemDetails:
+    """What is known of m encoder items besides their lengths: their `modality` int8[m], how many
+    numbers each is decoded to, `values` int64[m], and what models need to know of them."""
+
+    modality: NDArray[np.int8]
+    values: NDArray[np.int64]
+    notes: ItemNotes
+
+    @staticmethod
+    def of(items: "Sequence[ItemLengths]") -> "ItemDetails":
+        """Columns from rows."""
+        return ItemDetails(
+            modality=np.array([item.modality for item in items], dtype=np.int8),
+            values=np.array([math.prod(item.shape) for item in items], dtype=np.int64),
+            notes=ItemNotes.of(items),
         )
 
 

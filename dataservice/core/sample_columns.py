@@ -4,7 +4,7 @@ any of them. Workers make the objects, each of its own packs.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Protocol, overload
 
@@ -62,8 +62,8 @@ class SampleColumns:
     item_position: Array
     sides: Array
     side: Array
-    # Where the rows of each sample or item begin, by what counts them: each worker of a step is
-    # given samples from all over it.
+    # Where the rows of each sample or item begin, and where they end, by what counts them: each
+    # worker of a step is given samples from all over it.
     _starts: dict[str, Array] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
@@ -114,16 +114,13 @@ class SampleColumns:
 
     def _cut_of(self, counted: str, start: int, stop: int) -> slice:
         """The rows that this column counts, of those from `start` to `stop` - 1."""
-        counts, starts = getattr(self, counted), self._starts_of(counted)
-        if start == stop:
-            return slice(0, 0)
-        return slice(int(starts[start]), int(starts[stop - 1] + counts[stop - 1]))
+        starts = self._starts_of(counted)
+        return slice(int(starts[start]), int(starts[stop]))
 
     def _starts_of(self, counted: str) -> Array:
         starts = self._starts.get(counted)
         if starts is None:
-            counts = getattr(self, counted)
-            starts = self._starts[counted] = np.cumsum(counts, dtype=np.int64) - counts
+            starts = self._starts[counted] = sample_starts(getattr(self, counted))
         return starts
 
     def _rows_of(self, counted: str, chosen: Array) -> Array:
@@ -320,18 +317,6 @@ def numbered(values: Array) -> tuple[Array, Array]:
     largest), which must not be large."""
     seen = np.bincount(values) > 0
     return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]
-
-
-def joined(files: Sequence[tuple[str, str]], parts: Sequence[SampleColumns]) -> SampleColumns:
-    """Samples end to end, whose `file` are places in these."""
-    if len(parts) == 1:
-        return replace(parts[0], files=files)
-    return SampleColumns(
-        files=files,
-        keys=b"".join(part.keys for part in parts),
-        names=b"".join(part.names for part in parts),
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in NUMBERS},
-    )
 
 
 OF_SAMPLES = (

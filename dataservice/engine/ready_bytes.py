@@ -10,24 +10,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from dataservice.core.plan import StepPlan
-from dataservice.core.ports import Catalog
-from dataservice.core.sample import Modality
+from dataservice.core.sample import ItemDetails, Modality
 from dataservice.core.team import TeamSpec, team_of
 
 TOKEN_BYTES = 12  # input_ids, position_ids, labels
 ITEM_BYTES = {Modality.VISION: 1, Modality.AUDIO: 4}  # of one value
 
 
-def planned_bytes(plan: StepPlan, catalog: Catalog) -> int:
-    """Size of a step's packs once decoded. It is exact, since shapes are planned."""
-    items = 0
-    if len(plan.item_sample):
-        modality, values = catalog.item_values(plan.sample_ids)
-        items = sum(
-            size_bytes * int(values[modality == kind].sum())
+def planned_bytes(plan: StepPlan, items: ItemDetails) -> int:
+    """Size of a step's packs once decoded, which have these items. It is exact, since shapes are
+    planned."""
+    of_items = 0
+    if len(items.values):
+        of_items = sum(
+            size_bytes * int(items.values[items.modality == kind].sum())
             for kind, size_bytes in ITEM_BYTES.items()
         )
-    return TOKEN_BYTES * int(plan.padded_sample_tokens.sum()) + items
+    return TOKEN_BYTES * int(plan.padded_sample_tokens.sum()) + of_items
 
 
 class ReadyBytes:

@@ -31,7 +31,7 @@ from dataservice.core.orders import StepSummary
 from dataservice.core.plan import StepPlan, StepTime
 from dataservice.core.ports import Catalog, Metrics
 from dataservice.core.receipts import PackReceipts
-from dataservice.core.sample import ItemNotes
+from dataservice.core.sample import ItemDetails
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 NAMED_SAMPLES = 8
 # How long what a step delivered waits for another step's entry, to be written with it.
 CONTENT_WAIT_S = 0.1
+_NO_ITEMS = ItemDetails.of([])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,8 @@ class AttemptRecords:
         if planned is None:
             return None
         plan, digest = planned.plan, planned.plan.digest
-        size_bytes = planned_bytes(plan, setup.catalog)
+        items = _items(plan, setup.catalog)
+        size_bytes = planned_bytes(plan, items)
         _require_bytes(setup.job_limits, plan, size_bytes)
         orders = pack_orders(
             plan,
@@ -114,7 +116,7 @@ class AttemptRecords:
         return MadeStep(
             planned=planned,
             digest=digest,
-            parts=cut_step(plan, _item_notes(plan, setup.catalog)),
+            parts=cut_step(plan, items.notes),
             orders=orders,
             samples=TrainedSamples.of(plan, setup.catalog),
             common=CommonPart.of(planned, digest),
@@ -276,10 +278,10 @@ class AttemptRecords:
         )
 
 
-def _item_notes(plan: StepPlan, catalog: Catalog) -> ItemNotes:
+def _items(plan: StepPlan, catalog: Catalog) -> ItemDetails:
     if not len(plan.item_sample):
-        return ItemNotes.unknown(0)
-    return catalog.item_notes(plan.sample_ids)
+        return _NO_ITEMS
+    return catalog.item_details(plan.sample_ids)
 
 
 LIKELY_CAUSES = (

@@ -20,7 +20,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import (
     IntArray,
-    ItemNotes,
+    ItemDetails,
     LengthTable,
     SampleLengths,
     SampleRef,
@@ -29,6 +29,7 @@ from dataservice.core.sample_columns import SampleColumns
 from dataservice.core.split_mix import split_mix
 from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailTable
 from dataservice.sources.freshness import require_current
+from dataservice.sources.gather import Ranges
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
 from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.lengths_by_id import LengthsById
@@ -110,7 +111,7 @@ class IndexedCatalog(LengthsById):
         self._check_drawn = check_drawn
         self.sources = parts.sources
         self._lengths = parts.lengths
-        self._file_starts = np.cumsum([0, *parts.file_rows], dtype=np.int64)
+        self._file_ranges = Ranges(np.cumsum([0, *parts.file_rows], dtype=np.int64))
 
     @property
     def identity(self) -> IndexIdentity:
@@ -187,7 +188,9 @@ class IndexedCatalog(LengthsById):
         """A number for the file and row of each of these samples: uint32[n]. Raises NotFoundError
         when an id is unknown."""
         files = self._file_numbers(sample_ids)
-        rows = (np.asarray(sample_ids, np.int64) - self._file_starts[files]).astype(np.uint64)
+        rows = (np.asarray(sample_ids, np.int64) - self._file_ranges.starts[files]).astype(
+            np.uint64
+        )
         return (split_mix(self._file_salts[files] ^ rows) >> np.uint64(32)).astype(np.uint32)
 
     @cached_property
@@ -196,21 +199,15 @@ class IndexedCatalog(LengthsById):
         digests = (hashlib.blake2b(path, digest_size=8).digest() for path in paths)
         return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
-    def _file_numbers(self, sample_ids: IntArray) -> NDArray[np.int64]:
+    def _file_numbers(self, sample_ids: IntArray) -> NDArray[np.int32]:
         self.sources.require(sample_ids)
-        return np.searchsorted(self._file_starts, sample_ids, side="right") - 1
+        return self._file_ranges.of(np.ascontiguousarray(sample_ids, dtype=np.int64))
 
-    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
-        """What models need to know of these samples' encoder items, by sample, then in its order.
-        Raises NotFoundError when an id is unknown."""
+    def item_details(self, sample_ids: IntArray) -> ItemDetails:
+        """What is known of these samples' encoder items besides their lengths, by sample, then in
+        its order. Raises NotFoundError when an id is unknown."""
         self.sources.require(sample_ids)
-        return self.parts.details.item_notes(sample_ids)
-
-    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
-        """The modality of these samples' encoder items, and how many numbers each is decoded to, by
-        sample, then in its order. Raises NotFoundError when an id is unknown."""
-        self.sources.require(sample_ids)
-        return self.parts.details.item_values(sample_ids)
+        return self.parts.details.item_details(sample_ids)
 
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
         """The own loss weight of each of these samples: float64[n]. Raises NotFoundError when an

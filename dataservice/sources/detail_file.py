@@ -5,7 +5,6 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from types import TracebackType
 from typing import Any, overload
@@ -15,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dataservice.core.layout import expanded
 from dataservice.core.sample import (
     MAX_LOSS_WEIGHT,
     ByteSpan,
     IntArray,
+    ItemDetails,
     ItemLengths,
     ItemNotes,
     Modality,
@@ -27,22 +26,18 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.sample_columns import SampleColumns, joined, numbered
-from dataservice.sources.detail_batch import (
-    ITEM_COLUMNS,
-    NOTE_COLUMNS,
-    PLAIN_COLUMNS,
-    SPAN_COLUMNS,
-    DetailBatch,
-    OfBatch,
-    columns_of,
-    item_values,
-    notes_of,
-)
+from dataservice.core.sample_columns import NO_CHECKSUM, SampleColumns, numbered
+from dataservice.sources.detail_columns import DetailColumns, DetailRows
+from dataservice.sources.gather import multiply
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEMA
 from dataservice.sources.rows_digest import LOSS_WEIGHT
 from dataservice.sources.unnamed_file import unnamed_file
 
+PLAIN_COLUMNS = ("key", "row_group", "row", "piece", "crc32", "llm_tokens", "loss_tokens")
+SPAN_COLUMNS = ("span_name", "span_offset_bytes", "span_size_bytes")
+ITEM_COLUMNS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
+NOTE_COLUMNS = ("item_kind", "item_grid", "item_seconds_per_patch")
+_PLAIN_NUMBERS = tuple(name for name in PLAIN_COLUMNS if name not in ("key", "crc32"))
 _ROW_COLUMNS = (*DETAIL_COLUMNS, *LENGTH_COLUMNS)
 DETAIL_SCHEMA = pa.schema(
     [SCHEMA.field(name) for name in (*_ROW_COLUMNS, *NOTE_COLUMNS, LOSS_WEIGHT)]
@@ -53,6 +48,7 @@ BATCH_ROWS = 262_144
 _BATCH_BYTES = 2**28  # that wait in memory to become a batch
 BLOCK_ROWS = 256
 _MODALITIES = tuple(Modality)
+_OF_NOTHING = DetailColumns(DETAIL_SCHEMA, pa.py_buffer(b""), [])
 
 
 class DetailTable(ABC):
@@ -69,8 +65,9 @@ class DetailTable(ABC):
         """Have these rows at hand. May take seconds."""
 
     @abstractmethod
-    def by_batch(self, rows: NDArray[np.int64]) -> list[OfBatch]:
-        """Each batch that has some of these rows, with them."""
+    def holding(self, rows: NDArray[np.int64]) -> "tuple[DetailFile, NDArray[np.int64]]":
+        """A file that has these rows, of which there are some, and their numbers there. Rows that
+        are not at hand are fetched."""
 
     @abstractmethod
     def find_key(self, key: str) -> int | None:
@@ -78,15 +75,10 @@ class DetailTable(ABC):
 
     def rows(self, rows: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
         """These columns of these rows, in this order; repeats are allowed."""
-        schema = pa.schema([DETAIL_SCHEMA.field(name) for name in columns])
-        by_batch = self.by_batch(rows)
-        taken = [batch.rows.select(columns).take(own) for batch, own, _ in by_batch]
-        if not taken:
-            return schema.empty_table()
-        table = pa.Table.from_batches(taken, schema)
-        if len(taken) < 2:
-            return table
-        return table.combine_chunks().take(_places_of(by_batch, len(rows)))
+        if not len(rows):
+            return pa.schema([DETAIL_SCHEMA.field(name) for name in columns]).empty_table()
+        held, own = self.holding(rows)
+        return held.rows(own, columns)
 
     def take(
         self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
@@ -100,57 +92,67 @@ class DetailTable(ABC):
     def columns(
         self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
     ) -> SampleColumns:
-        """The same as `take` as columns, of epoch 0, with those of the files that hold them."""
-        rows = np.asarray(sample_ids, dtype=np.int64)
-        if not len(rows):
-            return SampleColumns.of([])
+        """The same as `take` as columns, of epoch 0, with those of the files that hold them. Where
+        the elements of lists lie is found once for all columns of the same lists."""
         numbers, file = numbered(np.asarray(file_of, dtype=np.int64))
-        by_batch = self.by_batch(rows)
-        taken = [
-            columns_of(batch, own, sample_id=rows[places], file=file[places])
-            for batch, own, places in by_batch
-        ]
-        columns = joined([files[number] for number in numbers.tolist()], [of for of, *_ in taken])
-        keys, names = (_concatenated([each[k] for each in taken]) for k in (1, 2))
-        if len(taken) > 1:
-            place = _places_of(by_batch, len(rows))
-            keys, names = keys.take(place), names.take(_in_order(by_batch, columns.spans))
-            columns = columns.take(place)
-        text, key_bytes = _text(keys)
-        name_text, name_bytes = _text(names)
-        return replace(
-            columns, keys=text, key_bytes=key_bytes, names=name_text, span_name_bytes=name_bytes
+        of = self._looked_up(sample_ids)
+        key_bytes, of_keys = of.opened("key")
+        spans, of_spans = of.opened("span_name")
+        name_bytes, of_names = of.opened("span_name", of_spans)
+        items, of_items = of.opened("item_shape")
+        sides, of_sides = of.opened("item_shape", of_items)
+        return SampleColumns(
+            files=[files[number] for number in numbers.tolist()],
+            keys=of.text("key", of_keys),
+            names=of.text("span_name", of_names),
+            sample_id=np.asarray(sample_ids, dtype=np.int64),
+            file=file,
+            key_bytes=key_bytes,
+            epoch=np.zeros(len(file), np.int64),
+            crc32=of.numbers("crc32", null=NO_CHECKSUM),
+            spans=spans,
+            span_name_bytes=name_bytes,
+            items=items,
+            sides=sides,
+            side=of.numbers("item_shape", of_sides),
+            **{name: of.numbers(name) for name in _PLAIN_NUMBERS},
+            **{name: of.numbers(name, of_spans) for name in SPAN_COLUMNS[1:]},
+            **{name: of.numbers(name, of_items) for name in ITEM_COLUMNS},
         )
 
-    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
-        """What is known of the items of these samples, by sample, then in its order."""
-        by_batch = self.by_batch(np.asarray(sample_ids, dtype=np.int64))
-        taken = [notes_of(batch, rows) for batch, rows, _ in by_batch]
-        if len(taken) < 2:
-            return taken[0][1] if taken else ItemNotes.unknown(0)
-        counts = np.concatenate([each for each, _ in taken])
-        together = ItemNotes(
-            kind=np.concatenate([each.kind for _, each in taken]),
-            grid=np.concatenate([each.grid for _, each in taken]),
-            seconds_per_patch=np.concatenate([each.seconds_per_patch for _, each in taken]),
+    def item_details(self, sample_ids: IntArray) -> ItemDetails:
+        """What is known of these samples' items besides their lengths, by sample, then in its
+        order."""
+        of = self._looked_up(sample_ids)
+        _, of_items = of.opened("item_shape")
+        sides, of_sides = of.opened("item_shape", of_items)
+        values = np.empty(len(sides), np.int64)
+        multiply(sides, of.numbers("item_shape", of_sides), values)
+        of_grid, of_grids = of.opened("item_grid", of_items)  # of one not known, none
+        grid = known = of.numbers("item_grid", of_grids).reshape(-1, 4)
+        if len(known) < len(sides):
+            grid = np.zeros((len(sides), 4), np.int32)
+            grid[of_grid > 0] = known
+        return ItemDetails(
+            modality=of.numbers("item_modality", of_items),
+            values=values,
+            notes=ItemNotes(
+                kind=of.numbers("item_kind", of_items, null=-1),
+                grid=grid,
+                seconds_per_patch=of.numbers("item_seconds_per_patch", of_items, null=np.nan),
+            ),
         )
-        return together.take(_in_order(by_batch, counts))
-
-    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
-        """The modality of these samples' items, int8[m], and the product of each one's shape,
-        int64[m], by sample, then in its order."""
-        by_batch = self.by_batch(np.asarray(sample_ids, dtype=np.int64))
-        taken = [item_values(batch, rows) for batch, rows, _ in by_batch]
-        if len(taken) < 2:
-            return taken[0][1:] if taken else (np.zeros(0, np.int8), np.zeros(0, np.int64))
-        counts, modality, values = (np.concatenate(each) for each in zip(*taken, strict=True))
-        at = _in_order(by_batch, counts)
-        return modality[at], values[at]
 
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
         """The own loss weight of each of these samples: float64[n]."""
-        taken = self.rows(np.asarray(sample_ids, dtype=np.int64), [LOSS_WEIGHT])
-        return np.asarray(taken.column(LOSS_WEIGHT).to_numpy(), dtype=np.float64)
+        return self._looked_up(sample_ids).numbers(LOSS_WEIGHT, null=np.nan)
+
+    def _looked_up(self, sample_ids: IntArray) -> DetailRows:
+        rows = np.ascontiguousarray(sample_ids, dtype=np.int64)
+        if not len(rows):
+            return DetailRows(_OF_NOTHING, rows)
+        held, own = self.holding(rows)
+        return DetailRows(held.mapped, own)
 
 
 class DetailFile(DetailTable):
@@ -162,11 +164,14 @@ class DetailFile(DetailTable):
         it is no detail file."""
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
-        self._batches = list(map(DetailBatch, _batches(descriptor)))
-        self._starts = np.cumsum([0, *(b.rows.num_rows for b in self._batches)], dtype=np.int64)
+        mapped, batches = _mapped(descriptor)
+        self._batches = list(batches)
+        mapped.seek(0)
+        whole = mapped.read_buffer()
+        self.mapped = DetailColumns(DETAIL_SCHEMA, whole, self._batches)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.mapped.starts[-1])
 
     def fetch(self, sample_ids: IntArray) -> None:
         """All rows are at hand."""
@@ -176,7 +181,7 @@ class DetailFile(DetailTable):
         unknown or a loss weight out of range. Reads the whole file, or one batch of `every` so
         many, through a mapping of its own: what is mapped in stays resident until it is
         unmapped."""
-        for batch in islice(_batches(self.descriptor), 0, None, every):
+        for batch in islice(_mapped(self.descriptor)[1], 0, None, every):
             batch.validate(full=True)
             kinds = pc.list_flatten(batch.column("item_modality")).to_numpy(zero_copy_only=False)
             weights = batch.column(LOSS_WEIGHT).to_numpy(zero_copy_only=False)
@@ -186,53 +191,51 @@ class DetailFile(DetailTable):
 
     def find_key(self, key: str) -> int | None:
         """The row of the first sample with this key, or None."""
-        for start, batch in zip(self._starts.tolist(), self._batches, strict=False):
-            place = pc.index(batch.rows.column("key"), pa.scalar(key, pa.string())).as_py()
+        for start, batch in zip(self.mapped.starts.tolist(), self._batches, strict=False):
+            place = pc.index(batch.column("key"), pa.scalar(key, pa.string())).as_py()
             if place >= 0:
                 return int(start + place)
         return None
 
-    def by_batch(self, rows: NDArray[np.int64]) -> list[OfBatch]:
-        """Each batch that has some of these rows, with them."""
+    def holding(self, rows: NDArray[np.int64]) -> "tuple[DetailFile, NDArray[np.int64]]":
+        """This file and these rows."""
+        return self, rows
+
+    def rows(self, rows: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
+        """These columns of these rows, in this order; repeats are allowed. Rows are fetched batch
+        by batch: fetching from a whole Arrow table at once would first copy its string columns into
+        one piece."""
+        schema = pa.schema([DETAIL_SCHEMA.field(name) for name in columns])
         if not len(rows):
-            return []
-        batch_of = np.searchsorted(self._starts, rows, side="right") - 1
-        # Two bytes are sorted in one pass each.
-        narrow = batch_of.astype(np.uint16) if len(self._batches) <= 2**16 else batch_of
-        order = np.argsort(narrow, kind="stable")
+            return schema.empty_table()
+        starts = self.mapped.starts
+        batch_of = np.searchsorted(starts, rows, side="right") - 1
+        order = np.argsort(batch_of, kind="stable")
         ends = np.cumsum(np.bincount(batch_of, minlength=len(self._batches))).tolist()
-        return [
-            OfBatch(batch, rows[order[begin:end]] - start, order[begin:end])
+        taken = [
+            batch.select(columns).take(rows[order[begin:end]] - start)
             for batch, start, begin, end in zip(
-                self._batches, self._starts.tolist(), [0, *ends], ends, strict=False
+                self._batches, starts.tolist(), [0, *ends], ends, strict=False
             )
             if end > begin
         ]
+        table = pa.Table.from_batches(taken, schema)
+        if len(taken) < 2:
+            return table
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        return table.combine_chunks().take(place)
 
 
-def _places_of(by_batch: list[OfBatch], rows: int) -> NDArray[np.int64]:
-    """Where each of these rows has come to once they lie batch by batch."""
-    place = np.empty(rows, np.int64)
-    place[np.concatenate([of.places for of in by_batch])] = np.arange(rows)
-    return place
-
-
-def _in_order(by_batch: list[OfBatch], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The places of the rows' elements, row by row as they were asked for, where they lie batch by
-    batch and each row there has so many."""
-    places = _places_of(by_batch, len(counts))
-    return expanded((np.cumsum(counts) - counts)[places], counts[places])
-
-
-def _batches(descriptor: int) -> Iterator[pa.RecordBatch]:
-    """The batches of a detail file, mapped and not read. Raises pa.ArrowException when it is
+def _mapped(descriptor: int) -> tuple[pa.MemoryMappedFile, Iterator[pa.RecordBatch]]:
+    """A detail file and its batches, mapped and not read. Raises pa.ArrowException when it is
     none."""
     # Through the descriptor, since the file no longer has a name.
-    reader = pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{descriptor}"))
+    mapped = pa.memory_map(f"/proc/self/fd/{descriptor}")
+    reader = pa.ipc.open_file(mapped)
     if not reader.schema.equals(DETAIL_SCHEMA):
         raise pa.ArrowInvalid(f"columns {reader.schema.names} in place of {DETAIL_SCHEMA.names}")
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
+    return mapped, map(reader.get_batch, range(reader.num_record_batches))
 
 
 class Details(Sequence[tuple[SampleRef, SampleLengths]]):
@@ -368,19 +371,6 @@ def rows_of(
                 llm_tokens=llm_tokens, loss_tokens=loss_tokens, items=tuple(items[own_items])
             ),
         )
-
-
-def _concatenated(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
-
-
-def _text(taken: Any) -> tuple[bytes, NDArray[np.int64]]:
-    """Strings end to end, and how many bytes each has."""
-    _, places, text = taken.buffers()
-    assert places is not None, "a column of strings has their offsets"
-    offsets = np.frombuffer(memoryview(places), np.int32)[taken.offset :][: len(taken) + 1]
-    joined = b"" if text is None else memoryview(text)[offsets[0] : offsets[-1]].tobytes()
-    return joined, np.diff(offsets).astype(np.int64)
 
 
 def _flat(batch: pa.RecordBatch, column: str) -> list[Any]:

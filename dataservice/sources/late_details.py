@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import IndexStaleError, ServiceError
 from dataservice.core.sample import IntArray, LengthTable
-from dataservice.sources.detail_batch import OfBatch
 from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailFile, DetailTable
 from dataservice.sources.length_columns import lengths_of
 from dataservice.sources.lengths_file import COLUMNS
@@ -62,13 +61,11 @@ class LateDetails(DetailTable):
         """Have these rows at hand. Takes as long as reading their row groups."""
         self._holding(np.unique(np.asarray(sample_ids, dtype=np.int64)))
 
-    def by_batch(self, rows: NDArray[np.int64]) -> list[OfBatch]:
-        """Each batch that has some of these rows, with them. Rows that are not at hand are
+    def holding(self, rows: NDArray[np.int64]) -> tuple[DetailFile, NDArray[np.int64]]:
+        """A file that has these rows, and their numbers there. Rows that are not at hand are
         fetched."""
-        if not len(rows):
-            return []
         ids, details = self._holding(np.unique(rows))
-        return details.by_batch(rows if ids is None else np.searchsorted(ids, rows))
+        return details, rows if ids is None else np.searchsorted(ids, rows)
 
     def find_key(self, key: str) -> int | None:
         """The row of the first sample with this key, or None. Reads the whole index where that is

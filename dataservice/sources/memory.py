@@ -1,7 +1,6 @@
 """A catalog of samples given in memory, for tests and simulations."""
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import (
     IntArray,
-    ItemNotes,
+    ItemDetails,
     LengthTable,
     SampleLengths,
     SampleLocation,
@@ -76,18 +75,11 @@ class MemoryCatalog(LengthsById):
         self.sources.require(sample_ids)
         return (split_mix(np.asarray(sample_ids, np.uint64)) >> np.uint64(32)).astype(np.uint32)
 
-    def item_notes(self, sample_ids: IntArray) -> ItemNotes:
-        """What models need to know of these samples' encoder items, by sample, then in its order.
-        Raises NotFoundError when an id is unknown."""
+    def item_details(self, sample_ids: IntArray) -> ItemDetails:
+        """What is known of these samples' encoder items besides their lengths, by sample, then in
+        its order. Raises NotFoundError when an id is unknown."""
         details = self.details(sample_ids)
-        return ItemNotes.of([item for _, lengths in details for item in lengths.items])
-
-    def item_values(self, sample_ids: IntArray) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
-        """The modality of these samples' encoder items, and how many numbers each is decoded to, by
-        sample, then in its order. Raises NotFoundError when an id is unknown."""
-        items = [item for _, lengths in self.details(sample_ids) for item in lengths.items]
-        values = [math.prod(item.shape) for item in items]
-        return np.array([i.modality for i in items], np.int8), np.array(values, np.int64)
+        return ItemDetails.of([item for _, lengths in details for item in lengths.items])
 
     def loss_weights(self, sample_ids: IntArray) -> NDArray[np.float64]:
         """The own loss weight of each of these samples: float64[n]. Raises NotFoundError when an

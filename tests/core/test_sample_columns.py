@@ -1,7 +1,5 @@
 """Samples as columns come back as they were, whichever are taken and in whatever order."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from dataservice_proto.columns import Column, narrowest, packed, read, read_all
@@ -11,7 +9,6 @@ from dataservice.core.sample_columns import (
     PackedSamples,
     SampleColumns,
     SamplesFoundOnce,
-    joined,
 )
 from tests.core.varied_samples import SAMPLES
 
@@ -49,12 +46,6 @@ def test_samples_are_found_together_and_once_for_all_who_ask():
     assert found.cut(1, 3).samples() == [SAMPLES[2], SAMPLES[2]]
     assert found.take(np.array([3, 0])).samples() == [SAMPLES[5], SAMPLES[8]]
     assert asked == [[8, 2, 2, 5]]
-
-
-def test_parts_are_joined_as_one():
-    columns = SampleColumns.of(SAMPLES)
-    parts = [replace(columns.cut(*of), file=columns.file[slice(*of)]) for of in ((4, 9), (0, 4))]
-    assert joined(columns.files, parts).samples() == [*SAMPLES[4:], *SAMPLES[:4]]
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ class LateCatalog:
     def columns(self, sample_ids):
         return self._asked("columns", sample_ids)
 
-    def item_notes(self, sample_ids):
-        return self._asked("item_notes", sample_ids)
+    def item_details(self, sample_ids):
+        return self._asked("item_details", sample_ids)
 
     def loss_weights(self, sample_ids):
         return self._asked("loss_weights", sample_ids)

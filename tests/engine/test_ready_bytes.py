@@ -43,7 +43,8 @@ def test_planned_bytes_are_what_the_workers_will_hold():
         for o in orders
     ]
     assert any(item.size for pack in packs for item in pack.items)
-    assert planned_bytes(planned.plan, setup.catalog) == sum(pack.size_bytes for pack in packs)
+    items = setup.catalog.item_details(planned.plan.sample_ids)
+    assert planned_bytes(planned.plan, items) == sum(pack.size_bytes for pack in packs)
 
 
 def limits(**max_ready_bytes):
@@ -111,7 +112,8 @@ async def test_a_job_under_a_quota_trains_the_same_steps_and_holds_no_more(most_
     setup = replace(make_setup(name="a/job"), ready_steps=8)
     sizes, cursor = [], Cursor()
     while (planned := plan_step(setup, cursor, Topology(world_size=2))) is not None:
-        sizes.append(planned_bytes(planned.plan, setup.catalog))
+        items = setup.catalog.item_details(planned.plan.sample_ids)
+        sizes.append(planned_bytes(planned.plan, items))
         cursor = planned.next_cursor
     # A step that is needed is let through, even where there is no room for it.
     max_ready_bytes, ahead = max(1, sum(sizes[:most_steps])), max(1, most_steps)

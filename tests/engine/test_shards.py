@@ -22,7 +22,7 @@ def made(ranks: int, step: int, **setup: object) -> tuple[StepPlan, list[tuple[M
         planned = plan_step(setup, cursor, Topology(world_size=ranks))
         assert planned is not None
         cursor = planned.next_cursor
-    parts = cut_step(planned.plan, setup.catalog.item_notes(planned.plan.sample_ids))
+    parts = cut_step(planned.plan, setup.catalog.item_details(planned.plan.sample_ids).notes)
     return planned.plan, [microbatches_of(parts, replica) for replica in range(ranks)]
 
 

@@ -1,16 +1,20 @@
 """What a step of few samples costs the coordinator, in calls: no clock is asked."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 
 from dataservice.core.content import SAMPLE_DIGEST
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import LedgerEntry
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.order_columns import FEW_SAMPLES
-from dataservice.core.ports import NoMetrics
+from dataservice.core.ports import Catalog, NoMetrics
 from dataservice.core.receipts import PackReceipts
 from dataservice.core.team import TeamShare
 from dataservice.engine.attempt import Attempt
@@ -141,6 +145,27 @@ async def test_what_waits_to_be_written_is_compared_with_too() -> None:
 async def test_a_step_of_many_samples_is_summed_up_in_a_thread() -> None:
     records, made = first_recorded(make_setup(samples=600, batch=FEW_SAMPLES + 1))
     assert not records.noted_soon(Delivered(made.planned.plan, made.orders))
+
+
+class Counted:
+    """A catalog that knows how often it was asked for what."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.asked: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked[name] += 1
+        return getattr(self._catalog, name)
+
+
+@pytest.mark.parametrize(("batch", "columns"), [(FEW_SAMPLES, 1), (FEW_SAMPLES + 1, 0)])
+async def test_the_samples_of_a_step_are_looked_up_once(batch: int, columns: int) -> None:
+    setup = make_setup(samples=600, batch=batch)
+    catalog: Any = Counted(setup.catalog)
+    _, made = first_recorded(replace(setup, catalog=catalog))
+    assert len(made.planned.plan.item_sample)
+    assert [catalog.asked[name] for name in ("item_details", "columns")] == [1, columns]
 
 
 async def test_a_small_step_is_planned_in_few_calls() -> None:

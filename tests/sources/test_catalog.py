@@ -138,12 +138,12 @@ def test_what_items_are_decoded_to_is_given_in_the_order_asked_for(
 ) -> None:
     for ids in ([], [22, 0, 7, 7, 17, 18, 1], list(range(23)), list(range(23))[::-1]):
         items = [item for k in ids for item in expected[k][1].items]
-        modality, values = catalog.item_values(np.array(ids, dtype=np.int64))
-        assert modality.tolist() == [item.modality for item in items]
-        assert values.tolist() == [math.prod(item.shape) for item in items]
-        notes, wanted = catalog.item_notes(np.array(ids, dtype=np.int64)), ItemNotes.of(items)
+        found = catalog.item_details(np.array(ids, dtype=np.int64))
+        assert found.modality.tolist() == [item.modality for item in items]
+        assert found.values.tolist() == [math.prod(item.shape) for item in items]
+        wanted = ItemNotes.of(items)
         for name in ItemNotes.__slots__:
-            np.testing.assert_array_equal(getattr(notes, name), getattr(wanted, name))
+            np.testing.assert_array_equal(getattr(found.notes, name), getattr(wanted, name))
 
 
 def test_details_do_not_depend_on_how_rows_are_kept(
@@ -161,7 +161,7 @@ def test_details_do_not_depend_on_how_rows_are_kept(
 
 @pytest.mark.parametrize("wrong", [-1, 23])
 def test_an_id_that_no_source_has_is_refused(catalog: IndexedCatalog, wrong: int) -> None:
-    for ask in (catalog.lengths, catalog.details, catalog.columns, catalog.item_values):
+    for ask in (catalog.lengths, catalog.details, catalog.columns, catalog.item_details):
         with pytest.raises(NotFoundError, match=f"no sample {wrong}: .* 0 to 22"):
             ask(np.array([0, wrong]))
     with pytest.raises(NotFoundError):

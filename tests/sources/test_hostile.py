@@ -336,7 +336,7 @@ def test_a_grid_of_patches_that_do_not_merge_may_leave_some_out(
     grids = pa.array([[[1, 2, 3, 1]]], field.type)
     pq.write_table(table.set_column(place, field, grids), part)
     catalog = find_index([source], str(tmp_path / "index"), "words-1").read()
-    assert catalog.item_notes(np.array([0])).grid.tolist() == [[1, 2, 3, 1]]
+    assert catalog.item_details(np.array([0])).notes.grid.tolist() == [[1, 2, 3, 1]]
 
 
 def test_an_index_that_unfolds_is_refused_before_it_does(

@@ -120,7 +120,9 @@ def test_details_of_any_samples_are_those_of_the_whole_before_and_after_it_was_r
         for each in fields(SampleColumns):
             ours, theirs = (getattr(made.columns(ids), each.name) for made in (late, whole))
             np.testing.assert_array_equal(ours, theirs)
-        np.testing.assert_array_equal(late.item_notes(ids).grid, whole.item_notes(ids).grid)
+        np.testing.assert_array_equal(
+            late.item_details(ids).notes.grid, whole.item_details(ids).notes.grid
+        )
         np.testing.assert_array_equal(late.loss_weights(ids), whole.loss_weights(ids))
         assert late.at_hand == (turn >= 30)
     assert index.fetched == []
@@ -130,7 +132,7 @@ def test_a_step_that_was_fetched_is_at_hand_while_it_is_planned(index):
     late = index.late()
     late.fetch(np.array([7, 3, 3, 20]))
     late.columns(np.array([20, 7, 7]))
-    late.item_notes(np.array([3, 7]))
+    late.item_details(np.array([3, 7]))
     assert index.fetched == [[3, 7, 20]]
     for k in range(FETCHED_KEPT):
         late.fetch(np.array([k, 10 + k]))
