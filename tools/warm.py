@@ -1,12 +1,13 @@
 """Compile all kernels into their cache: part of the set-up, once for a minute and a half. The
-planner's and the layouts' are called; those that resize pictures and that shuffle samples are
-compiled when they are imported.
+planner's and the layouts' are called; those that resize pictures, shuffle samples and write
+fields of messages are compiled when they are imported.
 
 Run it wherever the package is installed (an image build, say), and no service start pays, and no
 first layout.
 """
 
 import dataservice.decode.resample
+import dataservice.engine.cut_fields
 import dataservice.sources.shuffle  # noqa: F401
 from dataservice.planning.layout.warm import warm_layouts
 from dataservice.planning.warm import warm_up
