@@ -8,6 +8,7 @@ each would be an object, made only to be joined with the others; so they are cop
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -23,23 +24,30 @@ def cut_fields(
     numbered: Sequence[int], columns: Sequence[bytes], begins: Sequence[NDArray[np.int64]]
 ) -> list[bytes]:
     """Fields of bytes of n messages: the r-th has of the k-th column the bytes from `begins[k][r]`
-    to `begins[k][r + 1]`, of int64[n+1], in the field of its number. A column that is empty for all
-    has no field. O(bytes + columns · n)."""
+    to `begins[k][r + 1]`, of int64[n+1], in the field of its number. A column that is empty has no
+    field. O(bytes + columns · n) of these messages."""
     some = [k for k, column in enumerate(columns) if column]
     if not some:
         return [b""] * (len(begins[0]) - 1)
-    heads = [head_of(numbered[k], BYTES) for k in some]
     at = np.array([begins[k] for k in some])  # int64[columns, n + 1]
-    ends = np.cumsum([len(columns[k]) for k in some])
-    at[1:] += ends[:-1, None]
-    written, stops = _written(
-        np.frombuffer(b"".join(columns), np.uint8),
-        at,
-        np.frombuffer(b"".join(heads), np.uint8),
-        np.cumsum([0, *map(len, heads)]),
-    )
+    first, last = at[:, 0].tolist(), at[:, -1].tolist()
+    cut = [columns[k][start:stop] for k, start, stop in zip(some, first, last, strict=True)]
+    shifts, end = [], 0
+    for start, stop in zip(first, last, strict=True):
+        shifts.append([end - start])
+        end += stop - start
+    at += np.array(shifts)
+    heads = _heads(tuple(numbered[k] for k in some))
+    written, stops = _written(np.frombuffer(b"".join(cut), np.uint8), at, *heads)
     data = written.data
     return [data[start:stop].tobytes() for start, stop in pairwise(stops.tolist())]
+
+
+@lru_cache(maxsize=64)
+def _heads(numbers: tuple[int, ...]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """What stands before fields of these numbers, end to end, and where each begins."""
+    heads = [head_of(number, BYTES) for number in numbers]
+    return np.frombuffer(b"".join(heads), np.uint8), np.cumsum([0, *map(len, heads)])
 
 
 # Compiled when this module is loaded, or read from numba's cache on disk; runs without the GIL.

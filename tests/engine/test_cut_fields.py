@@ -17,13 +17,17 @@ def begins_of(column: tuple[bytes, ...]) -> np.ndarray:
     return np.cumsum([0, *map(len, column)])
 
 
-@given(st.lists(st.tuples(*[st.binary(max_size=400)] * len(NAMES)), min_size=1, max_size=5))
-def test_columns_of_all_messages_are_cut_and_written_at_once(rows):
+@given(
+    st.lists(st.tuples(*[st.binary(max_size=400)] * len(NAMES)), min_size=1, max_size=5),
+    st.integers(0, 4),
+)
+def test_columns_of_some_messages_are_cut_and_written_at_once(rows, first):
     columns = [b"".join(column) for column in zip(*rows, strict=True)]
-    begins = [begins_of(column) for column in zip(*rows, strict=True)]
+    begins = [begins_of(column)[min(first, len(rows) - 1) :] for column in zip(*rows, strict=True)]
     written = cut_fields(NUMBERS, columns, begins)
     assert [coordinator_pb2.ShardColumns.FromString(each) for each in written] == [
-        coordinator_pb2.ShardColumns(**dict(zip(NAMES, row, strict=True))) for row in rows
+        coordinator_pb2.ShardColumns(**dict(zip(NAMES, row, strict=True)))
+        for row in rows[min(first, len(rows) - 1) :]
     ]
 
 
