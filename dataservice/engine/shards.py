@@ -303,14 +303,14 @@ def _sequences(plan: StepPlan, pack: Array, member: Array) -> _Columns:
 
 def _samples(plan: StepPlan, rows: Array, begins: Array) -> _Columns:
     """Of the samples at `rows` of the packs end to end."""
-    sample = plan.pack_samples[rows]
+    sample = plan.pack_samples.take(rows).astype(np.int64)  # else each column would make them so
     weights = plan.sample_loss_weights
     return _Columns(
         begins,
         {
-            "sample_id": plan.sample_ids[sample],
-            "sample_tokens": plan.sample_tokens[sample],
-            "sample_padded": plan.padded_sample_tokens[rows],
+            "sample_id": plan.sample_ids.take(sample),
+            "sample_tokens": plan.sample_tokens.take(sample),
+            "sample_padded": plan.padded_sample_tokens.take(rows),
             "sample_weight": None if weights is None else weights[sample],
         },
     )
@@ -320,13 +320,13 @@ def _items(
     listed: ListedItems, drawn: "_DrawnItems", notes: ItemNotes, items: Array, begins: Array
 ) -> _Columns:
     """Of these of the drawn items."""
-    rows = items if drawn.rows is None else drawn.rows[items]
+    rows = items if drawn.rows is None else drawn.rows.take(items)
     return _Columns(
         begins,
         {
-            "item_modality": listed.modality[rows],
-            "item_start": listed.start[rows],
-            "item_tokens": drawn.llm_tokens[items],
+            "item_modality": listed.modality.take(rows),
+            "item_start": listed.start.take(rows),
+            "item_tokens": drawn.llm_tokens.take(items),
             **_noted("item", notes.take(items)),
         },
     )
@@ -402,7 +402,7 @@ def _encoded(
         _Columns(
             _of_replicas(plan, begins),
             {
-                "place": drawn.place[order],
+                "place": drawn.place.take(order),
                 **_ranges(drawn, order),
                 **_noted("place", _encode_notes(notes, drawn, order)),
             },
@@ -435,17 +435,17 @@ def _exchanged(plan: StepPlan, runs: Runs) -> list[_Columns]:
             plan,
             runs.sent.begins,
             "phase_sends",
-            send_row=runs.source_row[sent],
-            send_rows=runs.rows[sent],
-            send_target=runs.target[sent],
+            send_row=runs.source_row.take(sent),
+            send_rows=runs.rows.take(sent),
+            send_target=runs.target.take(sent),
         ),
         *_runs(
             plan,
             runs.received.begins,
             "phase_receives",
-            receive_row=runs.target_row[received],
-            receive_rows=runs.rows[received],
-            receive_source=runs.source[received],
+            receive_row=runs.target_row.take(received),
+            receive_rows=runs.rows.take(received),
+            receive_source=runs.source.take(received),
         ),
     ]
 
