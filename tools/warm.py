@@ -1,13 +1,15 @@
 """Compile all kernels into their cache: part of the set-up, once for a minute and a half. The
-planner's and the layouts' are called; those that resize pictures and those that look samples up are
-compiled when they are imported.
+planner's and the layouts' are called; those that resize pictures, look samples up and shuffle them,
+and write fields of messages are compiled when they are imported.
 
 Run it wherever the package is installed (an image build, say), and no service start pays, and no
 first layout.
 """
 
 import dataservice.decode.resample
-import dataservice.sources.gather  # noqa: F401
+import dataservice.engine.cut_fields
+import dataservice.sources.gather
+import dataservice.sources.shuffle  # noqa: F401
 from dataservice.planning.layout.warm import warm_layouts
 from dataservice.planning.warm import warm_up
 

@@ -6,14 +6,9 @@ bytes that it consists of. The encoding is the one that protobuf defines
 empty need not come.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-from dataservice.core.layout import counts_between
 
 NUMBER, BYTES = 0, 2  # how a field is written: a number, or a length and so many bytes
 _MORE = 0x80  # of a byte of a number, when another comes
@@ -51,25 +46,6 @@ def fields(heads: Mapping[str, bytes], values: Mapping[str, bytes]) -> list[byte
         if value:
             parts += heads[name], number(len(value)), value
     return parts
-
-
-def cut_fields(
-    numbered: Iterable[int], columns: Iterable[bytes], begins: Sequence[NDArray[np.int64]]
-) -> list[bytes]:
-    """Fields of bytes of n messages at once: the r-th has of the k-th column the bytes from
-    `begins[k][r]` to `begins[k][r + 1]`, of int64[n+1], in the field of its number."""
-    parts: list[Iterable[bytes]] = []
-    for field, column, begin in zip(numbered, columns, begins, strict=True):
-        if column:
-            ends, sizes = begin.tolist(), counts_between(begin).tolist()
-            head = head_of(field, BYTES)
-            before = {size: head + number(size) for size in set(sizes)}
-            parts.append(map(before.__getitem__, sizes))
-            parts.append(map(column.__getitem__, map(slice, ends[:-1], ends[1:])))
-    if not parts:
-        return [b""] * (len(begins[0]) - 1)
-    # No line of Python for a message, of which there may be thousands of dozens of fields.
-    return list(map(b"".join, zip(*parts, strict=True)))
 
 
 def numbers(heads: Mapping[str, bytes], **values: int) -> list[bytes]:

@@ -41,8 +41,9 @@ def counts_between(starts: NDArray[np.int64]) -> NDArray[np.int64]:
 def expanded(first: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Runs (first, rows) as single row numbers: int64[sum(rows)]."""
     ends = rows.cumsum()
-    shifts: NDArray[np.int64] = (first - ends + rows).repeat(rows)
-    return shifts + np.arange(len(shifts))
+    numbers: NDArray[np.int64] = (first - ends + rows).repeat(rows)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 def member_rows(padded: IntArray, degree: int, cp_rank: int) -> NDArray[np.int64]:

@@ -300,20 +300,21 @@ class LengthTable:
 
     def take(self, rows: IntArray) -> "LengthTable":
         """The same columns for the samples `rows` (int[k], repeats allowed), in that order."""
-        starts = self.item_offsets[rows]
-        counts = self.item_offsets[np.asarray(rows) + 1] - starts
+        starts = self.item_offsets.take(rows)
+        counts = self.item_offsets[1:].take(rows) - starts
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        items = np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
+        np.add.accumulate(counts, out=offsets[1:])
+        items = (starts - offsets[:-1]).repeat(counts)
+        items += np.arange(len(items))
         return LengthTable(
-            llm_tokens=self.llm_tokens[rows],
-            loss_tokens=self.loss_tokens[rows],
+            llm_tokens=self.llm_tokens.take(rows),
+            loss_tokens=self.loss_tokens.take(rows),
             item_offsets=offsets,
-            item_modality=self.item_modality[items],
-            item_encoder_tokens=self.item_encoder_tokens[items],
-            item_llm_tokens=self.item_llm_tokens[items],
-            item_position=self.item_position[items],
-            item_frames=None if self.item_frames is None else self.item_frames[items],
+            item_modality=self.item_modality.take(items),
+            item_encoder_tokens=self.item_encoder_tokens.take(items),
+            item_llm_tokens=self.item_llm_tokens.take(items),
+            item_position=self.item_position.take(items),
+            item_frames=None if self.item_frames is None else self.item_frames.take(items),
         )
 
     def item_units(self, unit_frames: int) -> NDArray[np.int32] | None:

@@ -15,14 +15,22 @@ import numpy as np
 from dataservice_proto.columns import SHARD, SHARD_FIELDS, TICKET, packed
 from numpy.typing import NDArray
 
-from dataservice.core.field_bytes import BYTES, cut_fields, fields, head_of
+from dataservice.core.field_bytes import BYTES, fields, head_of
 from dataservice.core.layout import counts_between, expanded, sample_starts
 from dataservice.core.orders import EVERYTHING, ShardColumns, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import ItemNotes, Modality
-from dataservice.planning.kernels.sort import group_stable
+from dataservice.engine.cut_fields import cut_fields
 from dataservice.planning.pieces import item_numbers, unit_counts
-from dataservice.planning.routes import ItemPlaces, Runs, feature_runs, item_places
+from dataservice.planning.routes import (
+    ByPhase,
+    ListedItems,
+    Runs,
+    encode_order,
+    encoded_parts,
+    feature_runs,
+    listed_items,
+)
 
 Array = NDArray[Any]
 _PHASES = len(Modality)
@@ -42,12 +50,11 @@ _OF_WAVES = tuple(name for name in _SHARD_COLUMNS if name not in _OF_PHASES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """A plan, ready to be cut: the columns of all replicas end to end, and where in each the rows
-    of each replica begin, in bytes: `begins[r][k]` in the k-th column. Lists, since thousands of
-    ranks each read a few numbers. `written` are the columns as fields of a message: of each replica
-    those of what it has of each wave, and those of what is encoded and exchanged, and once the
-    packs with rings. `ticket` are the columns of tickets but for who holds what, and
-    `ticket_begins` int64[N+1] where in each the rows of each replica begin, in bytes.
+    """A plan, ready to be cut: the columns of all replicas end to end. `written` are the columns as
+    fields of a message: of each replica those of what it has of each wave, and those of what is
+    encoded and exchanged, and once the packs with rings. `ticket` are the columns of tickets but
+    for who holds what, and `ticket_begins` int64[N+1] where in each the rows of each replica begin,
+    in bytes.
 
     `fetched` int32 are the packs that each replica fetches: of replica r, those of its sequences
     from `fetched_begins[2 * r]` on, and those that it encodes parts of from
@@ -66,16 +73,16 @@ class StepParts:
 
 
 class _Cuts(NamedTuple):
-    """Columns of all replicas by name, to be cut together."""
+    """Columns of all replicas by name, and where in each the rows of each replica begin, in bytes,
+    int64[N+1]."""
 
-    names: tuple[str, ...]
-    columns: tuple[bytes, ...]
-    begins: list[list[int]]
+    columns: Mapping[str, bytes]
+    begins: Mapping[str, NDArray[np.int64]]
 
     def of(self, replica: int) -> dict[str, bytes]:
         """The rows of one replica."""
-        ends = zip(self.columns, self.begins[replica], self.begins[replica + 1], strict=True)
-        return dict(zip(self.names, [rows[start:stop] for rows, start, stop in ends], strict=True))
+        begins = self.begins.items()
+        return {name: self.columns[name][at[replica] : at[replica + 1]] for name, at in begins}
 
 
 class _Written(NamedTuple):
@@ -116,13 +123,19 @@ class _Rows(Mapping[str, bytes]):
 def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
     """The columns of a step. O(n + m + k + W·N) for n samples, m items and k runs of feature rows.
     `notes` are of the plan's items as they were drawn, in its order."""
-    places = item_places(plan)
-    drawn = _drawn_items(plan, places)
-    notes = notes if notes is not None else ItemNotes.unknown(len(drawn.rows))
-    encoded, sequences = _encoded(plan, places, drawn, notes), _sequences(plan)
+    listed = listed_items(plan)
+    drawn, order = _drawn_items(plan, listed), encode_order(plan, listed)
+    known = ItemNotes.unknown(len(drawn.number)) if notes is None else notes.take(drawn.number)
+    packs = _packs_by_replica(plan)
+    encoded, sequences = _encoded(plan, listed, order, drawn, known), _sequences(plan, *packs)
     columns: dict[str, bytes] = {}
     begins: dict[str, NDArray[np.int64]] = {}
-    groups = [*_waves(plan, drawn, notes, places), *encoded, *_exchanged(plan, places), sequences]
+    groups = [
+        *_waves(plan, *packs, listed, drawn, known),
+        *encoded,
+        *_exchanged(plan, feature_runs(plan, listed, order)),
+        sequences,
+    ]
     for group in groups:
         for name, values in group.columns.items():
             column = columns[name] = b"" if values is None else packed(values)
@@ -135,7 +148,7 @@ def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
         plan=plan,
         rings=len(rings),
         ring_pack=ring_pack,
-        shard=_cuts(_SHARD_COLUMNS, columns, begins),
+        shard=_Cuts(columns, {name: begins[name] for name in _SHARD_COLUMNS}),
         written=_Written(
             waves=_fields(_OF_WAVES, columns, begins),
             phases=_fields(_OF_PHASES, columns, begins),
@@ -146,15 +159,6 @@ def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
         fetched=fetched,
         fetched_begins=fetched_begins,
     )
-
-
-def _cuts(
-    names: tuple[str, ...],
-    columns: Mapping[str, bytes],
-    begins: Mapping[str, NDArray[np.int64]],
-) -> _Cuts:
-    at = np.array([begins[name] for name in names]).T.tolist()
-    return _Cuts(names, tuple(columns[name] for name in names), at)
 
 
 def _fields(
@@ -234,12 +238,16 @@ def _of_replicas(plan: StepPlan, begins: Array) -> NDArray[np.int64]:
 
 
 def _waves(
-    plan: StepPlan, drawn: "_DrawnItems", notes: ItemNotes, places: ItemPlaces
+    plan: StepPlan,
+    pack: Array,
+    member: Array,
+    listed: ListedItems,
+    drawn: "_DrawnItems",
+    notes: ItemNotes,
 ) -> list[_Columns]:
-    pack, member = _packs_by_replica(plan)
     idle = pack < 0
     replica = np.repeat(np.arange(plan.replicas), plan.waves)
-    pack_items = np.bincount(places.pack[drawn.rows], minlength=plan.packs)
+    pack_items = counts_between(drawn.begins)
     degree = np.where(idle, 1, plan.pack_degree[pack])
     samples = np.where(idle, 0, counts_between(plan.pack_offsets)[pack])
     items = np.where(idle, 0, pack_items[pack])
@@ -264,11 +272,10 @@ def _waves(
         ),
         _samples(plan, expanded(plan.pack_offsets[pack], samples), _by_replica(plan, samples)),
         _items(
-            plan,
+            listed,
             drawn,
             notes,
-            places,
-            expanded(sample_starts(pack_items)[pack], items),
+            expanded(drawn.begins[pack], items),
             _by_replica(plan, items),
         ),
     ]
@@ -286,9 +293,8 @@ def _packs_by_replica(plan: StepPlan) -> tuple[Array, Array]:
     return at.ravel(), member.ravel()
 
 
-def _sequences(plan: StepPlan) -> _Columns:
+def _sequences(plan: StepPlan, pack: Array, member: Array) -> _Columns:
     """Of the packs of each replica, without the waves in which it is idle."""
-    pack, member = _packs_by_replica(plan)
     busy = pack >= 0
     return _Columns(
         _by_replica(plan, busy), {"sequence_pack": pack[busy], "sequence_member": member[busy]}
@@ -297,41 +303,31 @@ def _sequences(plan: StepPlan) -> _Columns:
 
 def _samples(plan: StepPlan, rows: Array, begins: Array) -> _Columns:
     """Of the samples at `rows` of the packs end to end."""
-    sample = plan.pack_samples[rows]
+    sample = plan.pack_samples.take(rows).astype(np.int64)  # else each column would make them so
     weights = plan.sample_loss_weights
     return _Columns(
         begins,
         {
-            "sample_id": plan.sample_ids[sample],
-            "sample_tokens": plan.sample_tokens[sample],
-            "sample_padded": plan.padded_sample_tokens[rows],
+            "sample_id": plan.sample_ids.take(sample),
+            "sample_tokens": plan.sample_tokens.take(sample),
+            "sample_padded": plan.padded_sample_tokens.take(rows),
             "sample_weight": None if weights is None else weights[sample],
         },
     )
 
 
 def _items(
-    plan: StepPlan,
-    drawn: "_DrawnItems",
-    notes: ItemNotes,
-    places: ItemPlaces,
-    rows: Array,
-    begins: Array,
+    listed: ListedItems, drawn: "_DrawnItems", notes: ItemNotes, items: Array, begins: Array
 ) -> _Columns:
-    """Of the items at `rows` of the packs' lists end to end, as they were drawn."""
-    padded_starts = sample_starts(plan.padded_sample_tokens)
-    sample_start = np.empty(len(plan.sample_ids), dtype=np.int64)
-    sample_start[plan.pack_samples] = padded_starts[:-1]
-    first = drawn.rows
-    pack_start = padded_starts[plan.pack_offsets[places.pack[first]]]
-    start = sample_start[plan.item_sample[first]] + plan.item_position[first] - pack_start
+    """Of these of the drawn items."""
+    rows = items if drawn.rows is None else drawn.rows.take(items)
     return _Columns(
         begins,
         {
-            "item_modality": plan.item_modality[first][rows],
-            "item_start": start[rows],
-            "item_tokens": drawn.llm_tokens[rows],
-            **_noted("item", notes.take(drawn.item[first][rows])),
+            "item_modality": listed.modality.take(rows),
+            "item_start": listed.start.take(rows),
+            "item_tokens": drawn.llm_tokens.take(items),
+            **_noted("item", notes.take(items)),
         },
     )
 
@@ -347,75 +343,66 @@ def _noted(kind: str, notes: ItemNotes) -> dict[str, Array | None]:
 
 
 class _DrawnItems(NamedTuple):
-    """The items of a plan that may have cut some of them, [m] rows: `rows` int64[items] are those
-    of the items' first pieces, by pack, and `llm_tokens` int32[items] are of those items; `item`
-    int64[m] is the item that a row is of, `place` int32[m] its place in its pack, and `ranges`
-    int32[m, 3] the units of it that the row has, None where all have all."""
+    """The items of a plan as they were drawn, by pack, which may have cut some of them: `number`
+    int64[items] in the plan's order, `begins` int64[P+1] of those of each pack, and `llm_tokens`
+    int32[items].
 
-    rows: NDArray[np.int64]
+    Of the listed rows: `of` int64[m] the item above that each is of, `place` int32[m] that item's
+    place in its pack, and `ranges` int32[m, 3] the units of it that the row has; `rows`
+    int64[items] are those of the items' first pieces. Where none is cut, each item is a row, and
+    `rows`, `of` and `ranges` are None.
+    """
+
+    number: NDArray[np.int64]
+    begins: NDArray[np.int64]
     llm_tokens: NDArray[np.int32]
-    item: NDArray[np.int64]
     place: NDArray[np.int32]
-    ranges: NDArray[np.int32] | None
+    rows: NDArray[np.int64] | None = None
+    of: NDArray[np.int64] | None = None
+    ranges: NDArray[np.int32] | None = None
 
 
-def _drawn_items(plan: StepPlan, places: ItemPlaces) -> _DrawnItems:
-    item, first = item_numbers(plan), plan.item_first_unit
+def _drawn_items(plan: StepPlan, listed: ListedItems) -> _DrawnItems:
+    first = plan.item_first_unit
     if first is None:
-        tokens = plan.item_llm_tokens[places.order]
-        return _DrawnItems(places.order, tokens, item, places.place, None)
-    rows = places.order[first[places.order] == 0]
-    held = unit_counts(plan)
-    of = np.bincount(item, weights=held).astype(np.int32)
-    tokens = np.bincount(item, weights=plan.item_llm_tokens).astype(np.int32)
-    begins = sample_starts(np.bincount(places.pack[rows], minlength=plan.packs))
-    place = np.empty(len(rows), dtype=np.int32)
-    place[item[rows]] = np.arange(len(rows)) - begins[places.pack[rows]]
-    ranges = np.stack([first, first + held, of[item]], axis=1)
-    return _DrawnItems(rows, tokens[item[rows]], item, place[item], ranges)
+        return _DrawnItems(listed.item, listed.begins, listed.llm_tokens, listed.place)
+    numbers, held = item_numbers(plan), unit_counts(plan)
+    units = np.bincount(numbers, weights=held).astype(np.int32)
+    tokens = np.bincount(numbers, weights=plan.item_llm_tokens).astype(np.int32)
+    rows = np.flatnonzero(first[listed.item] == 0)
+    number, pack = numbers[listed.item[rows]], listed.pack[rows]
+    begins = sample_starts(np.bincount(pack, minlength=plan.packs))
+    by_number = np.empty_like(rows)
+    by_number[number] = np.arange(len(rows))
+    of = by_number[numbers[listed.item]]
+    place = (np.arange(len(rows)) - begins[pack]).astype(np.int32)
+    ranges = np.stack([first, first + held, units[numbers]], axis=1)
+    return _DrawnItems(number, begins, tokens[number], place[of], rows, of, ranges[listed.item])
 
 
 # ---- what a replica encodes, sends and receives ----------------------------------------------
 
 
-def _phase_of(plan: StepPlan, replica: Array, wave: Array, modality: Array) -> NDArray[np.int64]:
-    """One number for (replica, wave, modality), in that order: int64[k] of arrays [k]."""
-    return (replica.astype(np.int64) * plan.waves + wave) * _PHASES + modality
-
-
 def _encoded(
-    plan: StepPlan, places: ItemPlaces, drawn: _DrawnItems, notes: ItemNotes
+    plan: StepPlan, listed: ListedItems, encoded: ByPhase, drawn: _DrawnItems, notes: ItemNotes
 ) -> list[_Columns]:
-    wave = plan.pack_wave[places.pack]
-    phase = _phase_of(plan, plan.item_replica, wave, plan.item_modality)
-    phases = plan.replicas * plan.waves * _PHASES
-    order, begins = group_stable(phase, places.order, phases)
-    pack = places.pack[order]
-    new = np.ones(len(order), dtype=bool)
-    ordered = phase[order]
-    new[1:] = (pack[1:] != pack[:-1]) | (ordered[1:] != ordered[:-1])
-    heads = np.flatnonzero(new)
-    parts = np.bincount(phase[order[heads]], minlength=phases)
-    seen = np.zeros((plan.waves, _PHASES), dtype=bool)
-    seen[wave, plan.item_modality] = True
-    absent = ~np.tile(seen.ravel(), plan.replicas)
-    of_phase = _of_replicas(plan, begins)
+    order, begins = encoded
+    parts = encoded_parts(listed, encoded)
+    of_replicas = counts_between(begins).reshape(plan.replicas, -1)
+    absent = np.tile(~of_replicas.any(axis=0), plan.replicas)
     return [
         _Columns(
             np.arange(plan.replicas + 1) * plan.waves * _PHASES,
-            {"phase_parts": np.where(absent, -1, parts)},
+            {"phase_parts": np.where(absent, -1, parts.counts)},
         ),
         _Columns(
-            _by_replica(plan, parts),
-            {
-                "part_pack": pack[heads],
-                "part_items": np.diff(np.append(heads, len(order))),
-            },
+            _by_replica(plan, parts.counts),
+            {"part_pack": parts.pack, "part_items": parts.items},
         ),
         _Columns(
-            of_phase,
+            _of_replicas(plan, begins),
             {
-                "place": drawn.place[order],
+                "place": drawn.place.take(order),
                 **_ranges(drawn, order),
                 **_noted("place", _encode_notes(notes, drawn, order)),
             },
@@ -432,42 +419,43 @@ def _ranges(drawn: _DrawnItems, order: Array) -> dict[str, Array | None]:
 
 def _encode_notes(notes: ItemNotes, drawn: _DrawnItems, order: Array) -> ItemNotes:
     """What is known of each row: of a piece as of its item, in a grid as long as the piece."""
-    of_rows = notes.take(drawn.item[order])
-    if drawn.ranges is None:
-        return of_rows
+    if drawn.ranges is None or drawn.of is None:
+        return notes.take(order)
+    of_rows = notes.take(drawn.of[order])
     first, stop, of = drawn.ranges[order].T
     grid = of_rows.grid.copy()
     grid[:, 0] = grid[:, 0] // of * (stop - first)
     return replace(of_rows, grid=grid)
 
 
-def _exchanged(plan: StepPlan, places: ItemPlaces) -> list[_Columns]:
-    runs = feature_runs(plan, places)  # sorted by wave, modality, source, target, source row
+def _exchanged(plan: StepPlan, runs: Runs) -> list[_Columns]:
+    sent, received = runs.sent.order, runs.received.order
     return [
-        *_runs(plan, runs, runs.source, "phase_sends", ("send_row", "send_rows", "send_target")),
         *_runs(
             plan,
-            runs,
-            runs.target,
+            runs.sent.begins,
+            "phase_sends",
+            send_row=runs.source_row.take(sent),
+            send_rows=runs.rows.take(sent),
+            send_target=runs.target.take(sent),
+        ),
+        *_runs(
+            plan,
+            runs.received.begins,
             "phase_receives",
-            ("receive_row", "receive_rows", "receive_source"),
+            receive_row=runs.target_row.take(received),
+            receive_rows=runs.rows.take(received),
+            receive_source=runs.source.take(received),
         ),
     ]
 
 
 def _runs(
-    plan: StepPlan, runs: Runs, replica: Array, counted: str, names: tuple[str, str, str]
+    plan: StepPlan, begins: NDArray[np.int64], counted: str, **columns: Array
 ) -> list[_Columns]:
-    """The runs of each replica at one end of the exchange, the others' order kept."""
-    phase = _phase_of(plan, replica, runs.wave, runs.modality)
-    phases = plan.replicas * plan.waves * _PHASES
-    order, begins = group_stable(phase, np.arange(len(phase)), phases)
-    sends = replica is runs.source
-    row, other = (runs.source_row, runs.target) if sends else (runs.target_row, runs.source)
-    values = (row[order], runs.rows[order], other[order])
+    """The runs at one end of the exchange, by phase."""
+    phases = np.arange(plan.replicas + 1) * plan.waves * _PHASES
     return [
-        _Columns(
-            np.arange(plan.replicas + 1) * plan.waves * _PHASES, {counted: counts_between(begins)}
-        ),
-        _Columns(_of_replicas(plan, begins), dict(zip(names, values, strict=True))),
+        _Columns(phases, {counted: counts_between(begins)}),
+        _Columns(_of_replicas(plan, begins), dict(columns)),
     ]

@@ -15,9 +15,9 @@ import numpy as np
 from dataservice_proto.columns import TICKET, TICKET_FIELDS, narrowest
 from numpy.typing import NDArray
 
-from dataservice.core.field_bytes import cut_fields
 from dataservice.core.layout import counts_between, sample_starts
 from dataservice.core.orders import WantedParts
+from dataservice.engine.cut_fields import cut_fields
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.shards import StepParts
 from dataservice.planning.kernels.sort import group_stable

@@ -11,7 +11,7 @@ from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.invariants import Groups, check_assignment, check_groups, require
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.pieces import unit_counts
-from dataservice.planning.routes import feature_runs, item_packs, item_places
+from dataservice.planning.routes import encode_order, feature_runs, item_packs, listed_items
 
 
 def check_plan(
@@ -124,7 +124,8 @@ def validate_plan(
     """As `check_plan`, and that all feature rows of every item arrive where its text is. As much
     work as the routes themselves: for tests, and for some of the steps in production."""
     check_plan(plan, memory_tokens=memory_tokens, sample_count=sample_count, room=room)
-    runs = feature_runs(plan, item_places(plan))
+    listed = listed_items(plan)
+    runs = feature_runs(plan, listed, encode_order(plan, listed))
     arrived = np.bincount(runs.item, weights=runs.rows, minlength=len(plan.item_sample))
     require(
         bool((arrived == plan.item_llm_tokens).all()),

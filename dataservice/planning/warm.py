@@ -26,6 +26,7 @@ from dataservice.planning.packs.wave_assignment import assign_packs_to_waves
 from dataservice.planning.pipeline_parallel.microbatch_order import order_microbatches
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
 from dataservice.planning.place_packs import Pull, WorkerSites, place_packs
+from dataservice.planning.routes import encode_order, encoded_parts, listed_items
 from dataservice.planning.standalone.conv_loads import balance_conv
 from dataservice.planning.standalone.node_balance import balance_nodewise
 from dataservice.planning.standalone.node_exchange import compose_exchange
@@ -62,6 +63,8 @@ def warm_up() -> None:
             plan = compose_step(samples, step=0, topology=topology, options=options)
             validate_plan(plan, memory_tokens=MEMORY_TOKENS, sample_count=SAMPLES)
     _warm_placement(plan)
+    listed = listed_items(plan)
+    encoded_parts(listed, encode_order(plan, listed))
 
 
 def _warm_placement(plan: StepPlan) -> None:

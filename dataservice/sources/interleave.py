@@ -100,8 +100,10 @@ class Interleaving:
         by = split_mix(rows.astype(np.uint64) ^ self._key) >> np.uint64(1)
         by[~real] = np.uint64(0xFFFFFFFFFFFFFFFF)
         order = np.argsort(by, axis=1, kind="stable")
-        slots = np.take_along_axis(rows, order, axis=1)[np.take_along_axis(real, order, axis=1)]
-        return self._order[np.searchsorted(self._ends, slots - self._turn, side="right")]
+        # Slots rise along each row, and are found sooner than once they are shuffled.
+        giving = np.searchsorted(self._ends, rows - self._turn, side="right")
+        dealt = np.take_along_axis(giving, order, axis=1)
+        return self._order[dealt[np.take_along_axis(real, order, axis=1)]]
 
 
 def _ranks(source: NDArray[np.int64], sources: int) -> NDArray[np.int64]:

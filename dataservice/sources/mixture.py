@@ -368,8 +368,11 @@ class Mixture:
         if not len(row):
             return np.zeros(0, dtype=np.bool_)
         turns = row // np.array(self._sizes)[source]
-        first, width = int(turns.min()), int(np.ptp(turns)) + 1
-        present, which = _numbered(source * width + (turns - first))
+        first = int(turns.min())
+        width = int(turns.max()) - first + 1
+        turns -= first
+        turns += source * width
+        present, which = _numbered(turns)
         starts, counts, whole, named = [], [], [], []
         for each in present:
             one, turn = each // width, each % width + first
@@ -380,7 +383,8 @@ class Mixture:
             whole.append(counts[-1] == size)
             named.append((_WINDOW, self._seed, one, window.epoch, window.position, turn))
         begins = np.array(starts)[which]
-        row[:] = begins + permuted_each(row - begins, which, counts, named)
+        row -= begins
+        np.add(begins, permuted_each(row, which, counts, named), out=row)
         settled: NDArray[np.bool_] = np.array(whole)[which]
         return settled
 
@@ -514,7 +518,10 @@ class Mixture:
 
 def _numbered(labels: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64]]:
     """The different ones of these numbers, and for each the place of its own among them."""
-    if labels.max(initial=0) > 8 * len(labels) + 1024:
+    most = int(labels.max(initial=0))
+    if len(labels) and labels.min() == most:  # all are alike, as where one source is drawn
+        return [most], np.zeros(len(labels), dtype=np.int64)
+    if most > 8 * len(labels) + 1024:
         present, which = np.unique(labels, return_inverse=True)
         return present.tolist(), which
     there = np.bincount(labels) > 0

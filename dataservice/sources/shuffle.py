@@ -16,22 +16,28 @@ of every job.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
+from numba import njit, types
 from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
-from dataservice.core.split_mix import mix_in_place, split_mix
+from dataservice.core.split_mix import mixed, split_mix
 
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 _HALF = np.uint64(32)
 # Even, so that both sides end where they began. With 8 rounds, some orders of 5 samples are 15 %
 # more or less frequent than they should be; with 12, none of our tests can tell them from chance.
 _ROUNDS = 12
-# Positions that go through all rounds together: what is computed of them stays in the cache.
-_AT_ONCE = 16_384
+# Positions that go through each round together: many, so that they share the processor's vector
+# instructions; few enough that what is computed of them stays in the nearest cache.
+_AT_ONCE = 512
+_Numbers = NDArray[np.uint64]
+
+_mixed = cast(Callable[[np.uint64], np.uint64], njit(inline="always")(mixed))
 
 
 def permuted(places: IntArray, size: int, *names: int) -> NDArray[np.int64]:
@@ -45,26 +51,17 @@ def permuted_each(
 ) -> NDArray[np.int64]:
     """The same under several permutations at once: each of these positions (int[n]) under the one
     of `sizes` and `names` that `which` (int[n]) counts: int64[n]."""
-    if not len(places):
-        return np.zeros(0, dtype=np.int64)
-    one = len(sizes) == 1
-    rows = np.array([_rows(size) for size in sizes], dtype=np.uint64)
-    columns = np.array([max(1, -(-size // _rows(size))) for size in sizes], dtype=np.uint64)
-    round_keys = np.stack([_round_keys(each) for each in names], axis=1)
-    below = np.array(sizes, dtype=np.uint64)
-
-    def through(numbers: NDArray[np.uint64], of: IntArray) -> NDArray[np.uint64]:
-        return _rounds(numbers, rows[of], columns[of], (keys[of] for keys in round_keys))
-
-    of = np.zeros(1, dtype=np.int64) if one else which  # one for all is broadcast
-    numbers = np.asarray(places, dtype=np.uint64)
-    out = np.empty_like(numbers)
-    for start in range(0, len(numbers), _AT_ONCE):
-        own = slice(start, start + _AT_ONCE)
-        out[own] = through(numbers[own], of if one else of[own])
-    while len(outside := np.flatnonzero(out >= below[of])):
-        out[outside] = through(out[outside], of if one else of[outside])
-    return out.view(np.int64)
+    images = np.array(places, dtype=np.uint64)
+    if len(images):
+        rows = [_rows(size) for size in sizes]
+        columns = [max(1, -(-size // of)) for size, of in zip(sizes, rows, strict=True)]
+        _permute(
+            images,
+            np.ascontiguousarray(which, dtype=np.int64),
+            np.array([sizes, rows, columns], dtype=np.uint64),
+            np.stack([_round_keys(each) for each in names], axis=1),
+        )
+    return images.view(np.int64)
 
 
 def _rows(size: int) -> int:
@@ -72,40 +69,57 @@ def _rows(size: int) -> int:
     return rows + rows % 2  # shifts with two odd sides would give only even permutations
 
 
-def _rounds(
-    numbers: NDArray[np.uint64],
-    rows: NDArray[np.uint64],
-    columns: NDArray[np.uint64],
-    round_keys: Iterable[NDArray[np.uint64]],
-) -> NDArray[np.uint64]:
-    """One pass through the network: uint64[n] below rows · columns, to other such numbers. Rows,
-    columns and the key of each round are uint64[n] or [1]."""
-    side, other = rows, columns
-    left = numbers // other
-    right = numbers - left * other
-    shift, spare = np.empty_like(left), np.empty_like(left)
-    for key in round_keys:
-        np.copyto(shift, right)
-        mix_in_place(shift, spare)
-        shift ^= key
-        mix_in_place(shift, spare)
-        _reduce_below(side, shift)
-        left += shift
-        # Past the side it begins again. Before it, the difference is below zero, which is as great
-        # as numbers without a sign become.
-        np.minimum(left, np.subtract(left, side, out=spare), out=left)
-        left, right, side, other = right, left, other, side
-    left *= other
-    left += right
-    return left
+@njit(inline="always")
+def _shifted(number: np.uint64, other: np.uint64, key: np.uint64, side: np.uint64) -> np.uint64:
+    """A number below `side`, of at most 32 bits, shifted by a hash of the other one. The 2^32 hash
+    values are spread evenly over the side: the counts of any two shifts differ by at most one."""
+    hashed = _mixed(_mixed(other) ^ key) >> _HALF
+    moved = number + (hashed * side >> _HALF)
+    # Past the side it begins again. Before it, the difference is below zero, which is as great as
+    # numbers without a sign become.
+    return min(moved, moved - side)
 
 
-def _reduce_below(limit: NDArray[np.uint64], hashed: NDArray[np.uint64]) -> None:
-    """Hashes as numbers below a limit of at most 32 bits, in place. The 2^32 hash values are spread
-    evenly: the counts of any two numbers differ by at most one."""
-    hashed >>= _HALF
-    hashed *= limit
-    hashed >>= _HALF
+# Compiled when this module is loaded, or read from numba's cache on disk; runs without the GIL.
+@njit(
+    types.void(types.uint64[::1], types.int64[::1], types.uint64[:, ::1], types.uint64[:, ::1]),
+    cache=True,
+    nogil=True,
+)
+def _permute(
+    numbers: _Numbers, which: NDArray[np.int64], shapes: _Numbers, round_keys: _Numbers
+) -> None:
+    """Every one of `numbers` [n] to its image, in place. `which` [n] counts the columns of `shapes`
+    [3, permutations], sizes, rows and columns, and of `round_keys` [rounds, permutations]."""
+    at = np.empty(_AT_ONCE, np.int64)
+    left, right = np.empty(_AT_ONCE, np.uint64), np.empty(_AT_ONCE, np.uint64)
+    rows, columns = np.empty(_AT_ONCE, np.uint64), np.empty(_AT_ONCE, np.uint64)
+    keys = np.empty(_AT_ONCE, np.uint64)
+    one = shapes.shape[1] == 1
+    for start in range(0, numbers.size, _AT_ONCE):
+        count = min(_AT_ONCE, numbers.size - start)
+        for k in range(count):
+            at[k] = start + k
+        while count:  # one pass through the network
+            for k in range(count):
+                of = 0 if one else which[at[k]]
+                number, rows[k], columns[k] = numbers[at[k]], shapes[1, of], shapes[2, of]
+                left[k] = number // columns[k]
+                right[k] = number - left[k] * columns[k]
+            for turn in range(round_keys.shape[0]):
+                for k in range(count):
+                    keys[k] = round_keys[turn, 0 if one else which[at[k]]]
+                moved, other, side = (right, left, columns) if turn % 2 else (left, right, rows)
+                for k in range(count):
+                    moved[k] = _shifted(moved[k], other[k], keys[k], side[k])
+            outside = 0
+            for k in range(count):
+                place = at[k]
+                numbers[place] = left[k] * columns[k] + right[k]
+                if numbers[place] >= shapes[0, 0 if one else which[place]]:
+                    at[outside] = place
+                    outside += 1
+            count = outside
 
 
 @lru_cache(maxsize=4096)

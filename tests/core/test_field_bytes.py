@@ -1,6 +1,5 @@
 """Fields written as bytes are what protobuf reads and writes."""
 
-import numpy as np
 from dataservice_proto.v1 import coordinator_pb2
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 from dataservice.core.field_bytes import (
     BYTES,
     NUMBER,
-    cut_fields,
     fields,
     heads_of,
     numbers,
@@ -19,7 +17,6 @@ from dataservice.core.field_bytes import (
 OF_COLUMNS = heads_of(coordinator_pb2.ShardColumns, BYTES)
 OF_SHARD = heads_of(coordinator_pb2.RankShard, BYTES)
 NUMBERS = heads_of(coordinator_pb2.RankShard, NUMBER)
-NAMES = ("wave_pack", "item_start", "receive_source")  # tags of one byte and of two
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**31), 2**31 - 1))
@@ -37,15 +34,3 @@ def test_a_message_is_written_within_another(column, addresses):
     assert coordinator_pb2.RankShard.FromString(b"".join(parts)) == coordinator_pb2.RankShard(
         columns={"wave_pack": column * 60, "item_grid": column}, addresses=addresses
     )
-
-
-@given(st.lists(st.tuples(*[st.binary(max_size=200)] * len(NAMES)), min_size=1, max_size=5))
-def test_columns_of_all_messages_are_cut_and_written_at_once(rows):
-    columns = [b"".join(column) for column in zip(*rows, strict=True)]
-    sizes = [[0, *map(len, column)] for column in zip(*rows, strict=True)]
-    begins = [np.cumsum(column) for column in sizes]
-    of = coordinator_pb2.ShardColumns.DESCRIPTOR.fields_by_name
-    written = cut_fields([of[name].number for name in NAMES], columns, begins)
-    assert [coordinator_pb2.ShardColumns.FromString(each) for each in written] == [
-        coordinator_pb2.ShardColumns(**dict(zip(NAMES, row, strict=True))) for row in rows
-    ]

@@ -1,5 +1,5 @@
-"""Warms up, plans all sorts of steps and layouts, and prints each kernel that this has compiled or
-loaded.
+"""Warms up, plans all sorts of steps and layouts, cuts the steps, and prints each kernel that this
+has compiled or loaded.
 
 A program, so that what other tests have compiled in their process hides nothing.
 """
@@ -17,6 +17,7 @@ from dataservice.core.errors import PlanningError
 from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
+from dataservice.engine.shards import cut_step
 from dataservice.planning.compose import StepSamples, compose_step, split_window
 from dataservice.planning.layout.before_after import time_before_after
 from dataservice.planning.layout.module_layout import lay_out_modules, planned_s
@@ -71,7 +72,7 @@ def plan_steps(rng):
             step = samples(rng, count, memory_tokens)
             try:
                 split_window(step.lengths, steps=2, options=options)
-                compose_step(step, step=0, topology=topology, options=options)
+                cut_step(compose_step(step, step=0, topology=topology, options=options))
             except PlanningError:
                 pass  # a sample that no group of this topology can hold
 

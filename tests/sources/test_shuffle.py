@@ -34,6 +34,59 @@ def test_orders_are_pinned() -> None:
     ]
 
 
+WORD = (1 << 64) - 1
+
+
+def hash_of(word: int) -> int:
+    """SplitMix64, as it is published."""
+    word = word + 0x9E3779B97F4A7C15 & WORD
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & WORD
+    return word ^ word >> 31
+
+
+def image_of(place: int, size: int, *names: int) -> int:
+    """One place through the network as `shuffle.py` describes it, in whole numbers of Python."""
+    state = 0
+    for name in names:
+        state = hash_of(state ^ name & WORD)
+    rows = math.isqrt(size - 1) + 1
+    rows += rows % 2
+    sides = rows, -(-size // rows)
+    while True:
+        parts = list(divmod(place, sides[1]))
+        for turn in range(12):
+            mine, other = turn % 2, 1 - turn % 2
+            shift = hash_of(hash_of(parts[other]) ^ hash_of(state ^ hash_of(turn))) >> 32
+            parts[mine] = (parts[mine] + (shift * sides[mine] >> 32)) % sides[mine]
+        place = parts[0] * sides[1] + parts[1]
+        if place < size:
+            return place
+
+
+of_any_size = st.one_of(st.integers(1, 50), st.integers(1, 5000), st.integers(1, 2**62))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(of_any_size, st.integers(-(2**64), 2**64)), min_size=1, max_size=4),
+    st.integers(0, 1500),
+    st.integers(0, 2**32),
+)
+def test_every_place_is_where_the_network_leads_when_it_is_followed_by_hand(
+    orders: list[tuple[int, int]], count: int, seed: int
+) -> None:
+    sizes, names = [size for size, _ in orders], [(name, 7) for _, name in orders]
+    draw = np.random.default_rng(seed)
+    which = draw.integers(0, len(orders), count)
+    places = draw.integers(0, np.array(sizes)[which])
+    found = permuted_each(places, which, sizes, names)
+    some = range(0, count, max(1, count // 60))
+    assert [int(found[k]) for k in some] == [
+        image_of(int(places[k]), sizes[which[k]], *names[which[k]]) for k in some
+    ]
+
+
 def test_every_size_up_to_2000_is_permuted() -> None:
     assert order(0, 7).tolist() == []
     assert all(is_permutation(order(size, 7), size) for size in range(1, 2001))
