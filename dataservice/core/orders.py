@@ -8,6 +8,7 @@ step plan, with the tickets that fetch its bytes.
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, overload
+from weakref import ref
 
 from dataservice.core.plan import StageReport
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
@@ -308,14 +309,14 @@ class RankShard:
     summary: StepSummary | None = None
     positions: PositionRule = IN_SEQUENCE
     weighted_loss_tokens: float | None = None
-    made_with: "ShardsMade | None" = field(default=None, compare=False, repr=False)
+    made_with: "ref[ShardsMade] | None" = field(default=None, compare=False, repr=False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class ShardsMade:
-    """Parts of ranks that were made together. Who writes one may write all, since in a row they
-    take half the time, and keep what is `written` until each is asked for: by what their ranks
-    know the job as, the bytes of each rank."""
+    """Parts of ranks that were made together, for as long as who made them keeps them. Who writes
+    one may write all, since in a row they take half the time, and keep what is `written` until each
+    is asked for: by what their ranks know the job as, the bytes of each rank."""
 
     shards: list[RankShard] = field(default_factory=list)
     written: dict[str, dict[int, bytes]] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 from dataservice_proto.columns import SUMMARY, packed
@@ -137,7 +138,7 @@ class RankShards:
                 continue
             rows = ready.tickets.made(topology.replica_of(rank), own.wanted)
             shard = self._shard(ready, own, own.wanted, rows, of_job, together)
-            ready.made[rank] = MadeShard(own, own.wanted, rows.held, of_job, shard)
+            ready.made[rank] = MadeShard(own, own.wanted, rows.held, of_job, shard, together)
             together.shards.append(shard)
 
     def _shard(
@@ -167,7 +168,7 @@ class RankShards:
             ticket=self._ticket(ready, claim, wanted, rows, of_job.unix_s),
             summary=summary if summary.size_bytes <= SMALL_SUMMARY_BYTES else None,
             positions=of_job.positions,
-            made_with=together,
+            made_with=None if together is None else ref(together),  # in no cycle with it
         )
 
     def _ticket(
@@ -202,14 +203,15 @@ class _OfJob(NamedTuple):
 
 
 class MadeShard(NamedTuple):
-    """One rank's part of a step, and for what it was made: who claims the rank and wants what,
-    where its packs were, and when."""
+    """One rank's part of a step, with those it was made with, and for what: who claims the rank
+    and wants what, where its packs were, and when."""
 
     claim: Claim
     wanted: WantedParts
     held: bytes
     of_job: _OfJob
     shard: RankShard
+    together: ShardsMade
 
     def is_for(
         self, claim: Claim, wanted: WantedParts, holders: NDArray[np.int32], of_job: _OfJob

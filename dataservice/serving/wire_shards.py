@@ -48,12 +48,13 @@ def rank_shard_to_proto(shard: RankShard) -> coordinator_pb2.RankShard:
 def shard_answer(shard: RankShard, job: str) -> bytes:
     """A GetShardResponse, as it is sent, with one rank's part of a step; the rank knows its job as
     `job`. Parts that were made together are written together, each to be taken once."""
-    if shard.made_with is None:
+    together = None if shard.made_with is None else shard.made_with()
+    if together is None:
         return _answer(shard, job)
-    written = shard.made_with.written.get(job)
+    written = together.written.get(job)
     if written is None:
-        answers = {each.rank: _answer(each, job) for each in shard.made_with.shards}
-        written = shard.made_with.written[job] = answers
+        answers = {each.rank: _answer(each, job) for each in together.shards}
+        written = together.written[job] = answers
     answer = written.pop(shard.rank, None)
     return _answer(shard, job) if answer is None else answer
 

@@ -9,7 +9,7 @@ import pytest
 from dataservice_proto.v1 import coordinator_pb2
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.orders import EVERYTHING, RankShard, WantedParts
+from dataservice.core.orders import EVERYTHING, RankShard, ShardsMade, WantedParts
 from dataservice.core.positions import PositionRule
 from dataservice.core.tickets import check_ticket, holder_key, prove
 from dataservice.core.topology import Topology
@@ -86,6 +86,13 @@ def asked(clock) -> Asked:
     return Asked()
 
 
+def together(shard: RankShard) -> ShardsMade:
+    """What the rank's part was made with."""
+    made = shard.made_with()
+    assert made is not None
+    return made
+
+
 def opens(shard: RankShard, asked: Asked, clock: SimpleNamespace, after_s: float = 0.0) -> bool:
     """Whether a rank can use its ticket at each worker that it names."""
     key = holder_key(asked.attempt.claims[shard.rank].holder, SECRET)
@@ -101,7 +108,7 @@ def test_what_is_made_for_all_ranks_at_once_is_what_each_would_be_told_alone(ask
     for claim in asked.attempt.claims.values():
         claim.wanted = wanted
     told = [asked.told(rank, wanted) for rank in range(RANKS)]
-    assert {id(shard.made_with) for shard in told} == {id(told[0].made_with)}
+    assert {together(shard) for shard in told} == {together(told[0])}
     assert told == [asked.alone(rank, wanted) for rank in range(RANKS)]
     assert all(wanted is NOTHING or opens(shard, asked, clock) for shard in told)
 
@@ -119,16 +126,21 @@ def test_what_is_written_for_all_ranks_at_once_is_what_is_written_for_one(asked)
 
 def test_each_answer_is_kept_only_until_it_is_asked_for(asked):
     told = [asked.told(rank) for rank in range(RANKS)]
-    together = told[0].made_with
-    assert together is not None
     for shard in told:
         shard_answer(shard, "plain")
-    assert together.written == {"plain": {}}
+    assert together(told[0]).written == {"plain": {}}
+
+
+def test_an_answer_is_written_though_the_step_has_left_the_window_meanwhile(asked):
+    told = asked.told(3)
+    asked.ready.made.clear()
+    assert told.made_with() is None
+    assert shard_answer(told, "plain") == shard_answer(asked.alone(3), "plain")
 
 
 def test_who_has_claimed_a_rank_since_gets_a_ticket_of_its_own(asked, clock):
     before = asked.told(3)
-    assert before.made_with is asked.told(4).made_with
+    assert together(before) is together(asked.told(4))
     asked.attempt.claim(4, "another client")
     after = asked.told(4)
     assert after.ticket.holder == asked.attempt.claims[4].holder
