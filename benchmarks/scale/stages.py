@@ -63,4 +63,4 @@ def _written(orders: PackOrders) -> int:
 
 
 def _rows(parts: StepParts, ranks: int) -> int:
-    return sum(len(columns_of(parts, rank).columns) for rank in range(ranks))
+    return sum(len(b"".join(columns_of(parts, rank).written)) for rank in range(ranks))

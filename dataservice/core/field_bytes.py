@@ -79,4 +79,5 @@ class _Texts(dict[str, bytes]):
 
 def within(head: bytes, parts: list[bytes]) -> list[bytes]:
     """The parts of a field that holds a message of these parts."""
-    return [head, number(sum(map(len, parts))), *parts]
+    message = b"".join(parts)
+    return [head, number(len(message)), message]

@@ -161,6 +161,6 @@ def _names(
     names = [*(worker.worker for worker in step.workers), ""]
     addresses = [*(worker.address for worker in step.workers), ""]
     numbers = found.tolist()
+    of_each = tuple(map(names.__getitem__, numbers)), tuple(map(addresses.__getitem__, numbers))
     for start, stop in pairwise(sample_starts(counts).tolist()):
-        own = numbers[start:stop]
-        yield tuple(map(names.__getitem__, own)), tuple(map(addresses.__getitem__, own))
+        yield of_each[0][start:stop], of_each[1][start:stop]

@@ -47,7 +47,7 @@ def phases_from_proto(message: Trained) -> dict[str, float]:
         )
     known: dict[str, float] = {}
     for name, seconds in message.phase_s.items():
-        _require_seconds(seconds, f"phase {name[:40]!r} of step {message.step}")
+        _require_seconds(seconds, "phase %r of step %d", name[:40], message.step)
         phase = OLDER_PHASES.get(name, name)
         if phase in PHASES:
             known[phase] = known.get(phase, 0.0) + seconds
@@ -171,6 +171,7 @@ def _fields(message: Any, noun: Any) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in fields(noun)}
 
 
-def _require_seconds(seconds: float, what: str) -> None:
+def _require_seconds(seconds: float, what: str, *of: object) -> None:
+    """`what`, filled in with `of`, names them where they are no seconds."""
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise SpecError(f"{what} is {seconds} s; seconds are finite and at least 0.")
+        raise SpecError(f"{what % of} is {seconds} s; seconds are finite and at least 0.")
