@@ -118,7 +118,12 @@ def test_a_command_that_is_killed_is_resumed_by_the_next(service, home, job):
 
 def indexers(service: ServiceProcess) -> list[psutil.Process]:
     """The processes that carry out an errand: children of a nursery of the same name."""
-    return [each for each in family(service.home) if each.name() == "indexer"]
+    found = []
+    for each in family(service.home):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end while it is looked at
+            if each.name() == "indexer":
+                found.append(each)
+    return found
 
 
 def stopped_at_work(service: ServiceProcess) -> psutil.Process | None:
