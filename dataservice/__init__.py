@@ -1,8 +1,9 @@
 """A balanced data-loading service for multimodal LLM training.
 
 Numba caches a compiled kernel by the file that it stands in and does not see that a helper in
-another file has changed. Plans must follow the sources, so kernels are cached under a digest
-of all of them. Where this folder cannot be written, numba's own choice of folder stands.
+another file has changed. Plans and orders must follow the sources, so kernels are cached under a
+digest of all that any takes from another file: the planning room, and the hash of the draw. Where
+this folder cannot be written, numba's own choice of folder stands.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ _PLANNING = Path(__file__).parent / "planning"
 
 def _kernel_cache() -> Path:
     digest = hashlib.blake2b(digest_size=8)
-    for source in sorted(_PLANNING.rglob("*.py")):
+    for source in [*sorted(_PLANNING.rglob("*.py")), _PLANNING.parent / "core" / "split_mix.py"]:
         digest.update(source.read_bytes())
     return _PLANNING / "__pycache__" / f"kernels-{digest.hexdigest()}"
 

@@ -116,40 +116,43 @@ class RankShards:
         it wants of its replica's part, of which `holders` int32[k] has the packs: those of
         `packs_of`, as places in the dispatched step's workers."""
         claim.wanted = wanted
-        of_job = _OfJob(positions, int(time.time()))
+        expires_unix_s = int(time.time()) + TICKET_LIFE_S
         if claim.rank not in ready.made:
-            self._make_beside(ready, claim, of_job)
+            self._make_beside(ready, claim.rank, positions, expires_unix_s)
         made = ready.made.get(claim.rank)
-        if made is not None and made.is_for(claim, wanted, holders, of_job):
+        if made is not None and made.is_for(claim, wanted, holders, positions, expires_unix_s):
             return made.shard
         replica = self._attempt.topology.replica_of(claim.rank)
         rows = ready.tickets.of(replica, wanted, holders)
-        return self._shard(ready, claim, wanted, rows, of_job)
+        return self._shard(ready, claim, rows, positions, expires_unix_s)
 
-    def _make_beside(self, ready: ReadyStep, claim: Claim, of_job: "_OfJob") -> None:
+    def _make_beside(
+        self, ready: ReadyStep, rank: int, positions: PositionRule, expires_unix_s: int
+    ) -> None:
         """Make the parts of all ranks near this one that have a claim, but those that are there."""
         topology, claims = self._attempt.topology, self._attempt.claims
-        replicas = ready.tickets.made_with(topology.replica_of(claim.rank))
+        replicas = ready.tickets.made_with(topology.replica_of(rank))
         each = topology.ranks_per_replica
         together = ShardsMade()
-        for rank in range(replicas.start * each, replicas.stop * each):
-            own = claims.get(rank)
-            if own is None or rank in ready.made:
+        for near in range(replicas.start * each, replicas.stop * each):
+            claim = claims.get(near)
+            if claim is None or near in ready.made:
                 continue
-            rows = ready.tickets.made(topology.replica_of(rank), own.wanted)
-            shard = self._shard(ready, own, own.wanted, rows, of_job, together)
-            ready.made[rank] = MadeShard(own, own.wanted, rows.held, of_job, shard, together)
+            rows = ready.tickets.made(topology.replica_of(near), claim.wanted)
+            shard = self._shard(ready, claim, rows, positions, expires_unix_s, together)
+            ready.made[near] = MadeShard(claim, claim.wanted, rows.held, shard, together)
             together.shards.append(shard)
 
     def _shard(
         self,
         ready: ReadyStep,
         claim: Claim,
-        wanted: WantedParts,
         rows: TicketRows,
-        of_job: "_OfJob",
+        positions: PositionRule,
+        expires_unix_s: int,
         together: ShardsMade | None = None,
     ) -> RankShard:
+        """What a rank is told that wants what its claim says."""
         common, replica = ready.common, self._attempt.topology.replica_of(claim.rank)
         summary = common.summary
         return RankShard(
@@ -164,19 +167,20 @@ class RankShards:
             weighted_loss_tokens=common.weighted_loss_tokens,
             samples=summary.samples,
             predicted_s=summary.predicted_s,
-            columns=columns_of(ready.parts, replica, wanted),
-            ticket=self._ticket(ready, claim, wanted, rows, of_job.unix_s),
+            columns=columns_of(ready.parts, replica, claim.wanted),
+            ticket=self._ticket(ready, claim, rows, expires_unix_s),
             summary=summary if summary.size_bytes <= SMALL_SUMMARY_BYTES else None,
-            positions=of_job.positions,
+            positions=positions,
             made_with=None if together is None else ref(together),  # in no cycle with it
         )
 
     def _ticket(
-        self, ready: ReadyStep, claim: Claim, wanted: WantedParts, rows: TicketRows, unix_s: int
+        self, ready: ReadyStep, claim: Claim, rows: TicketRows, expires_unix_s: int
     ) -> Ticket | None:
         """None where there is nothing to fetch."""
         if not rows.held:
             return None
+        wanted = claim.wanted
         return signed_ticket(
             self._secret,
             job=self._attempt.job,
@@ -184,7 +188,7 @@ class RankShards:
             plan_digest=ready.digest,
             rank=claim.rank,
             holder=claim.holder,
-            expires_unix_s=unix_s + TICKET_LIFE_S,
+            expires_unix_s=expires_unix_s,
             workers=rows.workers,
             addresses=rows.addresses,
             tensors=() if wanted.tokens and wanted.labels else wanted.sequence,
@@ -195,32 +199,31 @@ class RankShards:
         )
 
 
-class _OfJob(NamedTuple):
-    """What holds for all ranks for a while: how the model counts positions, and when this was."""
-
-    positions: PositionRule
-    unix_s: int
-
-
 class MadeShard(NamedTuple):
     """One rank's part of a step, with those it was made with, and for what: who claims the rank
-    and wants what, where its packs were, and when."""
+    and wants what, and where its packs were."""
 
     claim: Claim
     wanted: WantedParts
     held: bytes
-    of_job: _OfJob
     shard: RankShard
     together: ShardsMade
 
     def is_for(
-        self, claim: Claim, wanted: WantedParts, holders: NDArray[np.int32], of_job: _OfJob
+        self,
+        claim: Claim,
+        wanted: WantedParts,
+        holders: NDArray[np.int32],
+        positions: PositionRule,
+        expires_unix_s: int,
     ) -> bool:
-        """Whether this rank would be told the same now, but for a part of its ticket's life."""
+        """Whether this rank would be told the same now, but for a small part of its ticket's life,
+        which would end at `expires_unix_s`."""
+        ticket = self.shard.ticket
         return (
             self.claim is claim
             and self.wanted == wanted
             and self.held == holders.tobytes()
-            and self.of_job.positions == of_job.positions
-            and of_job.unix_s - self.of_job.unix_s < TICKET_LIFE_S // 10
+            and self.shard.positions == positions
+            and (ticket is None or expires_unix_s - ticket.expires_unix_s < TICKET_LIFE_S // 10)
         )

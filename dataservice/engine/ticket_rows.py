@@ -161,6 +161,7 @@ def _names(
     names = [*(worker.worker for worker in step.workers), ""]
     addresses = [*(worker.address for worker in step.workers), ""]
     numbers = found.tolist()
-    of_each = tuple(map(names.__getitem__, numbers)), tuple(map(addresses.__getitem__, numbers))
+    named = tuple(map(names.__getitem__, numbers))
+    reached = tuple(map(addresses.__getitem__, numbers))
     for start, stop in pairwise(sample_starts(counts).tolist()):
-        yield of_each[0][start:stop], of_each[1][start:stop]
+        yield named[start:stop], reached[start:stop]

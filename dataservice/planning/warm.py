@@ -1,6 +1,6 @@
 """Compile every kernel before the first step needs it.
 
-Kernels are cached on disk under a digest of all planning sources (`dataservice/__init__.py`), so
+Kernels are cached on disk under a digest of their sources (`dataservice/__init__.py`), so
 only the first start after an installation or an edit pays; where that folder is read-only,
 NUMBA_CACHE_DIR names another.
 """

@@ -188,10 +188,9 @@ class IndexedCatalog(LengthsById):
         """A number for the file and row of each of these samples: uint32[n]. Raises NotFoundError
         when an id is unknown."""
         files = self._file_numbers(sample_ids)
-        rows = (np.asarray(sample_ids, np.int64) - self._file_ranges.starts[files]).astype(
-            np.uint64
-        )
-        return (split_mix(self._file_salts[files] ^ rows) >> np.uint64(32)).astype(np.uint32)
+        rows = np.asarray(sample_ids, np.int64) - self._file_ranges.starts[files]
+        mixed = split_mix(self._file_salts[files] ^ rows.astype(np.uint64))
+        return (mixed >> np.uint64(32)).astype(np.uint32)
 
     @cached_property
     def _file_salts(self) -> NDArray[np.uint64]:

@@ -11,14 +11,14 @@ Places are unsigned once they are known not to be negative: numpy's meaning of n
 double the time.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numpy.typing import NDArray
 
-Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+from dataservice.sources.kernels import kernel
+
 Integers = NDArray[np.int64]
 Narrow = NDArray[np.int32]
 
@@ -32,17 +32,7 @@ def _mapped(number: Any) -> Any:
     return types.Array(number, 1, "C", readonly=True)
 
 
-def _kernel(*signatures: tuple[Any, ...]) -> Callable[[Kernel], Kernel]:
-    """Compiled when this module is loaded, or read from numba's cache on disk: the first step does
-    not wait for it."""
-
-    def compiled(function: Kernel) -> Kernel:
-        return cast(Kernel, njit(list(signatures), cache=True, nogil=True)(function))
-
-    return compiled
-
-
-@_kernel((_INTEGERS, _NARROW, types.int64, _INTEGERS, _NARROW))
+@kernel((_INTEGERS, _NARROW, types.int64, _INTEGERS, _NARROW))
 def _find(
     starts: Integers,
     table: Narrow,
@@ -67,7 +57,7 @@ def _find(
         found[i] = low
 
 
-@_kernel((_mapped(types.int32), *_RUNS, _NARROW, _NARROW, _NARROW, _INTEGERS))
+@kernel((_mapped(types.int32), *_RUNS, _NARROW, _NARROW, _NARROW, _INTEGERS))
 def open_lists(
     offsets: Narrow,
     bases: Integers,
@@ -110,7 +100,7 @@ def open_lists(
     return total
 
 
-@_kernel(
+@kernel(
     (_mapped(types.uint8), *_RUNS, types.uint8[::1]),
     (_mapped(types.int8), *_RUNS, types.int8[::1]),
     (_mapped(types.int32), *_RUNS, _NARROW),
@@ -137,7 +127,7 @@ def gather(
                 gathered[np.uint64(k + j)] = values[np.uint64(start + j)]
 
 
-@_kernel((_mapped(types.uint8), *_RUNS, types.boolean[::1]))
+@kernel((_mapped(types.uint8), *_RUNS, types.boolean[::1]))
 def find_nulls(
     bits: NDArray[np.uint8],
     bases: Integers,
@@ -163,7 +153,7 @@ def find_nulls(
                 absent[np.uint64(k + j)] = not known
 
 
-@_kernel((_NARROW, _NARROW, _INTEGERS))
+@kernel((_NARROW, _NARROW, _INTEGERS))
 def multiply(sizes: Narrow, values: Narrow, products: Integers) -> None:
     """The product of each list, of `sizes[i]` values end to end; of none, 1."""
     k = 0

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray
 from dataservice.core.split_mix import mixed, split_mix
+from dataservice.sources.kernels import kernel
 
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 _HALF = np.uint64(32)
@@ -80,12 +81,7 @@ def _shifted(number: np.uint64, other: np.uint64, key: np.uint64, side: np.uint6
     return min(moved, moved - side)
 
 
-# Compiled when this module is loaded, or read from numba's cache on disk; runs without the GIL.
-@njit(
-    types.void(types.uint64[::1], types.int64[::1], types.uint64[:, ::1], types.uint64[:, ::1]),
-    cache=True,
-    nogil=True,
-)
+@kernel((types.uint64[::1], types.int64[::1], types.uint64[:, ::1], types.uint64[:, ::1]))
 def _permute(
     numbers: _Numbers, which: NDArray[np.int64], shapes: _Numbers, round_keys: _Numbers
 ) -> None:

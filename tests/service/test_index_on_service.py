@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,25 @@ def job(home: Path, request: pytest.FixtureRequest) -> Path:
     return write_job(home, job=request.node.name.replace("_", "-")[:40], index=request.node.name)
 
 
-def begin(service: ServiceProcess, job: Path) -> "subprocess.Popen[str]":
+@pytest.fixture
+def begin(service: ServiceProcess, job: Path) -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
+    """Begins to index the job on the service; whatever still runs is ended with the test."""
     arguments = ["index", str(job), "--on", "service", "--service", service.address, "--json"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "dataservice.cli.main", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    )
+    with contextlib.ExitStack() as begun:
+
+        def begin() -> "subprocess.Popen[str]":
+            running = subprocess.Popen(
+                [sys.executable, "-m", "dataservice.cli.main", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+            )
+            begun.enter_context(running)
+            begun.callback(running.kill)
+            return running
+
+        yield begin
 
 
 def pieces(index: Path) -> list[Path]:
@@ -83,9 +93,9 @@ def require_alike(home: Path, index: Path) -> None:
     assert "texts/manifest.json" in files[0], "which has the digest of each part"
 
 
-def test_a_worker_that_is_killed_costs_what_it_was_at(service, home, job):
+def test_a_worker_that_is_killed_costs_what_it_was_at(service, home, job, begin):
     index = home / yaml.safe_load(job.read_text())["index"]
-    running = begin(service, job)
+    running = begin()
     wait_for(lambda: pieces(index) or running.poll() is not None, LIMIT_S)
     assert running.poll() is None, "it is in the midst of it"
     indexer = wait_for(lambda: stopped_at_work(service), LIMIT_S)
@@ -101,15 +111,15 @@ def test_a_worker_that_is_killed_costs_what_it_was_at(service, home, job):
     wait_for(lambda: "2 workers" in service.cli("status").stdout, LIMIT_S)
 
 
-def test_a_command_that_is_killed_is_resumed_by_the_next(service, home, job):
+def test_a_command_that_is_killed_is_resumed_by_the_next(service, home, job, begin):
     index = home / yaml.safe_load(job.read_text())["index"]
-    running = begin(service, job)
+    running = begin()
     wait_for(lambda: pieces(index) or running.poll() is not None, LIMIT_S)
     assert running.poll() is None, "it is in the midst of it"
     running.kill()
     running.communicate()
     wait_for(lambda: not indexers(service), LIMIT_S)
-    done = begin(service, job)
+    done = begin()
     out, err = done.communicate(timeout=LIMIT_S)
     assert done.returncode == 0, err
     assert summaries(out)["images"]["files_reused"] == 2
@@ -128,14 +138,18 @@ def indexers(service: ServiceProcess) -> list[psutil.Process]:
 
 def stopped_at_work(service: ServiceProcess) -> psutil.Process | None:
     """An indexer that is stopped in its midst, so that its worker has something to answer for. One
-    that has answered all is soon ended by its worker, stopped or not."""
+    that has answered all is soon ended by its worker, stopped or not. No other goes on meanwhile.
+    """
+    stopped = []
     for each in indexers(service):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.suspend()
-            time.sleep(ENDED_S)
-            if each.is_running() and each.status() == psutil.STATUS_STOPPED:
-                return each
-    return None
+            stopped.append(each)
+    time.sleep(ENDED_S)
+    at_work = [each for each in stopped if each.is_running()]
+    for each in at_work[1:]:
+        each.resume()
+    return at_work[0] if at_work else None
 
 
 def test_a_service_reads_for_an_index_what_it_would_read_for_the_job(home, tmp_path):

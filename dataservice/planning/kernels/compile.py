@@ -1,6 +1,6 @@
 """How every kernel of this room is compiled.
 
-Kernels are cached on disk under a digest of all planning sources; see `dataservice/__init__.py`.
+Kernels are cached on disk under a digest of their sources; see `dataservice/__init__.py`.
 """
 
 from collections.abc import Callable

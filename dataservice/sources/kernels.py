@@ -1,0 +1,18 @@
+"""How the kernels of this room are compiled."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from numba import njit
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+def kernel(*signatures: tuple[Any, ...]) -> Callable[[Kernel], Kernel]:
+    """Compiled for these types of arguments when its module is loaded, or read from numba's cache
+    on disk: the first step does not wait for it. Runs without the GIL."""
+
+    def compiled(function: Kernel) -> Kernel:
+        return cast(Kernel, njit(list(signatures), cache=True, nogil=True)(function))
+
+    return compiled
