@@ -24,7 +24,7 @@ from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.context.check import joined
 from dataservice.planning.context.groups import ContextPlan, ContextWaves
-from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.encoder_memory.room import AllBytes, EncoderRoom
 from dataservice.planning.encoder_memory.waves import NoRoomError
 from dataservice.planning.invariants import check_permutation
 from dataservice.planning.loads.partition import partition
@@ -61,11 +61,8 @@ from dataservice.planning.step_bound import StepBound
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_packs
 
-# A plan this close to the bound of the whole step is not compared with others. Of so many samples
-# whose encoders share the memory, each of the others takes longer than the plan itself: where it is
-# `_FAIR`, they are planned only if there is time, and packed only if there is so much a sample.
-NEAR, _FAIR = 1.001, 1.03
-_COMPARED_SAMPLES, _FORMED_S = 32_768, 5e-7
+# A plan this close to the bound of the whole step is not compared with others.
+NEAR = 1.001
 BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
 # Into how many parts the memory of a replica is cut for the microbatches of a pipeline.
 SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
@@ -124,33 +121,31 @@ def compose_step(
     whole = options.over(topology)
     units = lengths.item_units(samples.unit_frames)
     bound = StepBound(lengths, topology, whole, units)
-    options = beside_encoders(lengths, topology, whole)
     room = EncoderRoom.of(options.memory, topology) if len(lengths.item_modality) else None
+    held = None if room is None else room.of_all(lengths)
+    options = beside_encoders(lengths, held, topology, whole)
     given = _Given(lengths, units, topology, limits, room)
     own = _Waves(given, _Variant(options=(options,)))
     packed, found = own.packed, own.with_room
-    if options.memory_tokens < whole.memory_tokens:  # fewer tokens a wave than memory holds
-        waves_s = bound_in_bytes(lengths, topology, whole, found.lower_bound_s)
+    if held is not None and options.memory_tokens < whole.memory_tokens:
+        waves_s = bound_in_bytes(lengths, held, topology, whole, found.lower_bound_s)
         found = replace(found, lower_bound_s=waves_s)
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
     static = StaticBounds(lengths, packed.full_attention, topology, units, room)
-    many = room is not None and len(lengths) > _COMPARED_SAMPLES
-    allowed_s = max(LEAST_S, SHARE * best.time.total_s)
-    near = _FAIR if many and len(lengths) * _FORMED_S > allowed_s else NEAR
     planned = 1
-    done = best.time.total_s <= bound_s * near  # as most small steps are
-    for rival in () if done else _rivals(lengths, topology, options, whole, room):
-        if best.time.total_s <= bound_s * near:
+    done = best.time.total_s <= bound_s * NEAR  # as most small steps are
+    for rival in () if done else _rivals(lengths, held, topology, options, whole):
+        if best.time.total_s <= bound_s * NEAR:
             break
         waves = _Waves(given, rival)
         least_s = waves.least_s(static) if bound.counts_waves else ()
         if any(bound.given(waves_s) >= best.time.total_s for waves_s in least_s):
             continue
-        if rival.in_bytes or (many and best.time.total_s <= bound_s * _FAIR):
+        if rival.in_bytes and held is not None:
             planned += 1
             allowed_s = max(LEAST_S, SHARE * best.time.total_s)
-            if planned * planning_s(lengths, topology, whole) > allowed_s:
+            if planned * planning_s(lengths, held) > allowed_s:
                 continue
         try:
             found = waves.with_room
@@ -335,10 +330,10 @@ class _Variant:
 
 def _rivals(
     lengths: LengthTable,
+    held: AllBytes | None,
     topology: Topology,
     options: PlanOptions,
     whole: PlanOptions,
-    room: EncoderRoom | None,
 ) -> Iterator[_Variant]:
     """What strategy `full` compares its own plan with, where it decides about every stage. `whole`:
     the options with all the tokens that memory holds."""
@@ -365,13 +360,15 @@ def _rivals(
     for name in BASELINES:
         plain = replace(options, strategy=name, **unnamed)  # type: ignore[arg-type]
         # By itself it would leave room for encoders at its own degree.
-        own = beside_encoders(lengths, topology, replace(plain, memory_tokens=whole.memory_tokens))
+        own = beside_encoders(
+            lengths, held, topology, replace(plain, memory_tokens=whole.memory_tokens)
+        )
         for each in (own,) if own == plain else (own, plain):
             seats = replace(
                 each, assign=stages.assign, order=stages.order, dispatch=stages.dispatch
             )
             yield _Variant(options=(seats, each), unpadded=True, in_bytes=each != own)
-        if own.stages.pack.startswith("padded") and room is not None:
+        if own.stages.pack.startswith("padded") and held is not None:
             yield _Variant(options=(own,))  # other packs leave its waves where padding is paid for
 
 

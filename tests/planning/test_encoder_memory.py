@@ -273,11 +273,12 @@ def test_what_leaves_its_wave_for_want_of_room_makes_static_waves_no_shorter(
 ):
     samples, topology = step_samples(90, seed, longest=2000), Topology(world_size=8)
     chosen = PlanOptions(memory=memory(vision, 1.0), strategy=strategy)
-    options = beside_encoders(samples.lengths, topology, chosen.over(topology))
+    room = EncoderRoom.of(chosen.memory, topology)
+    held = room.of_all(samples.lengths)
+    options = beside_encoders(samples.lengths, held, topology, chosen.over(topology))
     made = compose_step(samples, step=0, topology=topology, options=chosen)
     (waves_s,) = (stage.after for stage in made.stages if stage.stage == "group")
     degree = static_degree(samples.lengths, 8, options)
-    room = EncoderRoom.of(options.memory, topology)
     static = StaticBounds(samples.lengths, None, topology, room=room)
     assert static.packs_stay(degree, options)
     spread_s = static.of_any(degree, options).spread_s

@@ -68,38 +68,21 @@ class EncoderRoom:
         one keeps a small part of what a microbatch may, where its units allow: int64[m]."""
         return _piece_counts(unit_bytes, units, self.microbatch_bytes)
 
-    def tokens_of_all(self, lengths: LengthTable, memory_tokens: int) -> int:
-        """At most so many tokens of the decoder a replica should hold, so that in waves of the
-        step's own mixture there is room for what they encode. Between 1 and `memory_tokens`."""
-        encoder_bytes = float(
-            self.unit_bytes(lengths.item_modality, lengths.item_encoder_tokens).sum()
+    def of_all(self, lengths: LengthTable) -> "AllBytes":
+        """What these samples keep in all. O(n + m)."""
+        encoder_bytes, weighted, pieces = _sums(
+            lengths.item_modality,
+            lengths.item_encoder_tokens,
+            np.array(self.token_bytes),
+            self.microbatch_bytes,
         )
-        tokens = float(lengths.llm_tokens.sum(dtype=np.int64))
-        if encoder_bytes == 0:
-            return memory_tokens
-        of_token = self.llm_token_bytes + encoder_bytes / tokens
-        return max(1, min(memory_tokens, int(self.microbatch_bytes / of_token)))
-
-    def mean_part(self, lengths: LengthTable) -> float:
-        """How large a piece is in which a byte of these samples' items lies, in the mean over their
-        bytes: as a part of a microbatch, at most PIECE_SHARE."""
-        sizes = self.unit_bytes(lengths.item_modality, lengths.item_encoder_tokens)
-        total = float(sizes.sum(dtype=np.float64))
-        parts = np.minimum(sizes / self.microbatch_bytes, PIECE_SHARE)
-        return float((sizes * parts).sum()) / total if total else 0.0
-
-    def count_pieces(self, lengths: LengthTable) -> float:
-        """Items, or the pieces that their bytes fill, whichever are more: about as many rows as
-        their dispatch has."""
-        sizes = self.unit_bytes(lengths.item_modality, lengths.item_encoder_tokens)
-        return float(np.maximum(sizes / (self.microbatch_bytes * PIECE_SHARE), 1.0).sum())
-
-    def least_waves(self, lengths: LengthTable, replicas: int) -> int:
-        """Waves that all bytes of these samples fill at least."""
-        encoder_bytes = self.unit_bytes(lengths.item_modality, lengths.item_encoder_tokens).sum()
-        llm_bytes = self.llm_token_bytes * float(lengths.llm_tokens.sum(dtype=np.int64))
-        of_wave = replicas * float(self.microbatch_bytes)
-        return math.ceil((float(encoder_bytes) + llm_bytes) / of_wave * (1.0 - 1e-9))
+        return AllBytes(
+            room=self,
+            llm_tokens=int(lengths.llm_tokens.sum(dtype=np.int64)),
+            encoder_bytes=encoder_bytes,
+            mean_part=weighted / encoder_bytes if encoder_bytes else 0.0,
+            pieces=pieces,
+        )
 
     def rooms(self, plan: StepPlan) -> NDArray[np.int64]:
         """Bytes that each replica may encode in each wave of a plan: int64[W, N]. O(n + W·N)."""
@@ -115,6 +98,54 @@ class EncoderRoom:
             self.microbatch_bytes,
             self.llm_token_bytes,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllBytes:
+    """What samples keep in all: `llm_tokens` of the decoder, and `encoder_bytes` of their items.
+
+    `mean_part`: how large a piece is in which a byte of the items lies, in the mean over their
+    bytes: as a part of a microbatch, at most PIECE_SHARE. `pieces`: items, or the pieces that their
+    bytes fill, whichever are more: about as many rows as their dispatch has.
+    """
+
+    room: EncoderRoom
+    llm_tokens: int
+    encoder_bytes: int
+    mean_part: float
+    pieces: float
+
+    def most_tokens(self, memory_tokens: int) -> int:
+        """At most so many tokens of the decoder a replica should hold, so that in waves of the
+        step's own mixture there is room for what they encode. Between 1 and `memory_tokens`."""
+        if self.encoder_bytes == 0:
+            return memory_tokens
+        of_token = self.room.llm_token_bytes + self.encoder_bytes / self.llm_tokens
+        return max(1, min(memory_tokens, int(self.room.microbatch_bytes / of_token)))
+
+    def least_waves(self, replicas: int) -> int:
+        """Waves that all bytes of these samples fill at least."""
+        all_bytes = self.encoder_bytes + self.room.llm_token_bytes * self.llm_tokens
+        of_wave = replicas * float(self.room.microbatch_bytes)
+        return math.ceil(all_bytes / of_wave * (1.0 - 1e-9))
+
+
+@kernel
+def _sums(
+    modality: NDArray[np.int8],
+    encoder_tokens: NDArray[np.int32],
+    token_bytes: NDArray[np.float64],
+    microbatch_bytes: int,
+) -> tuple[int, float, float]:
+    """Of all items: their bytes, these times the part that each is of a microbatch, and pieces."""
+    total, weighted, pieces = 0, 0.0, 0.0
+    for item in range(modality.size):
+        size = np.int64(np.ceil(token_bytes[modality[item]] * encoder_tokens[item]))
+        part = size / microbatch_bytes
+        total += int(size)
+        weighted += size * min(part, PIECE_SHARE)
+        pieces += max(part / PIECE_SHARE, 1.0)
+    return total, weighted, pieces
 
 
 @kernel

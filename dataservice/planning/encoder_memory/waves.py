@@ -1,7 +1,7 @@
 """Waves whose items fit beside their packs: what has no room leaves its wave, and is planned anew.
 
 Groups are made of decoder tokens alone. Fewer of these a replica leave room for what waves of the
-step's mixture encode on average (`EncoderRoom.tokens_of_all`); a wave with more than that keeps its
+step's mixture encode on average (`AllBytes.most_tokens`); a wave with more than that keeps its
 slowest groups, as many as fit together with their items, and those of all waves that leave are
 grouped again, in ever smaller packs. What is left after a few rounds has waves of its own.
 

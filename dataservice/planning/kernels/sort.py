@@ -86,8 +86,25 @@ def radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 @kernel
+def _argsort_counted(sizes: NDArray[Any], most: int, span: int) -> NDArray[np.int64]:
+    """`argsort_falling` of numbers from most − span to `most`, each counted by itself."""
+    starts = np.zeros(span + 2, np.int64)  # int64[span + 2]: where the next of each is written
+    for i in range(sizes.size):
+        starts[most - sizes[i] + 1] += 1
+    for below in range(span):
+        starts[below + 1] += starts[below]
+    order = np.empty(sizes.size, np.int64)
+    for i in range(sizes.size):
+        below = most - sizes[i]
+        order[starts[below]] = i
+        starts[below] += 1
+    return order
+
+
+@kernel
 def argsort_falling(sizes: NDArray[Any]) -> NDArray[np.int64]:
-    """Places of integers [n], largest first, ties by place. Where they fall already: one pass."""
+    """Places of integers [n], largest first, ties by place. O(n) where they span at most n numbers,
+    as tokens of a large step do: one counting pass then; where they fall already, none."""
     n = sizes.size
     falls = True
     most = sizes[0] if n else 0
@@ -98,8 +115,11 @@ def argsort_falling(sizes: NDArray[Any]) -> NDArray[np.int64]:
         least = min(least, sizes[i])
     if falls:
         return np.arange(n)
+    span = np.uint64(most - least)
+    if span <= np.uint64(n):
+        return _argsort_counted(sizes, most, most - least)
     keys = np.empty(n, np.uint64)
-    if np.uint64(most - least) > np.uint64(_LOW):
+    if span > np.uint64(_LOW):
         for i in range(n):
             keys[i] = np.uint64(most - sizes[i])
         return radix_argsort(keys)

@@ -55,10 +55,13 @@ def spread_phases(
         float(tolerance),
     )
     nodes = -(-ranks // ranks_per_node)
-    rank_of = np.empty(costs.size, np.int32)  # int32[m]
+    costs_at = costs[listed]  # float64[m]
+    rank_at = np.empty(costs.size, np.int32)  # int32[m]
     for p in range(bounds.size):  # by one kernel for all, numba would count arrays for each item
         of_phase = begins[p * nodes : (p + 1) * nodes + 1]
-        level_phase(costs, listed, of_phase, bounds[p], ranks, ranks_per_node, rank_of)
+        level_phase(costs_at, of_phase, bounds[p], ranks, ranks_per_node, rank_at)
+    rank_of = np.empty_like(rank_at)
+    rank_of[listed] = rank_at
     return rank_of
 
 

@@ -13,7 +13,7 @@ from dataservice.core.plan_options import PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
 from dataservice.planning.context.groups import ContextPlan, context_bound
-from dataservice.planning.encoder_memory.room import PIECE_SHARE, EncoderRoom
+from dataservice.planning.encoder_memory.room import PIECE_SHARE, AllBytes, EncoderRoom
 from dataservice.planning.encoder_memory.waves import (
     WaveRoom,
     group_degrees,
@@ -30,37 +30,35 @@ _SAMPLE_S, _PIECE_S = 1.5e-6, 2e-7
 _NEAR = 0.999
 
 
-def beside_encoders(lengths: LengthTable, topology: Topology, options: PlanOptions) -> PlanOptions:
+def beside_encoders(
+    lengths: LengthTable, held: AllBytes | None, topology: Topology, options: PlanOptions
+) -> PlanOptions:
     """The options with as many tokens a replica as leave room for what the step's waves encode on
-    average, somewhat less where pieces are large; at least what the longest sample takes."""
-    room = EncoderRoom.of(options.memory, topology)
-    if room is None or len(lengths) == 0:
+    average, somewhat less where pieces are large; at least what the longest sample takes. What the
+    step holds in all is `held`, None where encoders have no limit."""
+    if held is None:
         return options
-    tokens = room.tokens_of_all(lengths, options.memory_tokens)
-    if tokens < options.memory_tokens and room.mean_part(lengths) > _LARGE_PIECES * PIECE_SHARE:
+    tokens = held.most_tokens(options.memory_tokens)
+    if tokens < options.memory_tokens and held.mean_part > _LARGE_PIECES * PIECE_SHARE:
         tokens = int(tokens * _LEVEL)
     tokens = max(tokens, least_for(lengths, topology, options))
     return replace(options, memory_tokens=min(tokens, options.memory_tokens))
 
 
-def planning_s(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
+def planning_s(lengths: LengthTable, held: AllBytes) -> float:
     """About what planning these samples once takes where encoders share the memory, in seconds."""
-    room = EncoderRoom.of(options.memory, topology)
-    assert room is not None, "else waves are as large as memory allows"
-    return _SAMPLE_S * len(lengths) + _PIECE_S * room.count_pieces(lengths)
+    return _SAMPLE_S * len(lengths) + _PIECE_S * held.pieces
 
 
 def bound_in_bytes(
-    lengths: LengthTable, topology: Topology, options: PlanOptions, fewer_s: float
+    lengths: LengthTable, held: AllBytes, topology: Topology, options: PlanOptions, fewer_s: float
 ) -> float:
     """What no waves take less than in sum: by their tokens, or by all the bytes that the step
     keeps, which fill so many waves. `fewer_s` is the bound at fewer tokens than memory holds, which
     is no lower: where it is hardly above that of the bytes, the tokens' is not looked for."""
-    room = EncoderRoom.of(options.memory, topology)
-    assert room is not None, "else waves are as large as memory allows"
     llm, eta = options.cost.llm, full_attention(lengths, options.full_attention)
     work_s = llm.total_work_s(lengths.llm_tokens, eta) / topology.replicas
-    bytes_s = work_s + room.least_waves(lengths, topology.replicas) * llm.group_s
+    bytes_s = work_s + held.least_waves(topology.replicas) * llm.group_s
     if bytes_s >= fewer_s * _NEAR:
         return bytes_s
     waves_s = context_bound(
@@ -113,7 +111,7 @@ def waves_in_room(
 
     def regroup(samples: NDArray[np.int64], part: float) -> tuple[ContextPlan, ...]:
         some = lengths.take(samples)
-        tokens = int(room.tokens_of_all(some, options.memory_tokens) * part)
+        tokens = int(room.of_all(some).most_tokens(options.memory_tokens) * part)
         tokens = max(tokens, least_for(some, topology, options))
         fewer = replace(options, memory_tokens=min(tokens, options.memory_tokens))
         return group(some, fewer)
