@@ -23,7 +23,12 @@ from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.lengths_file import LengthsFile
 from dataservice.sources.manifest import PartRecord
-from dataservice.sources.part_reader import read_part, read_part_lengths, read_part_rows
+from dataservice.sources.part_reader import (
+    length_shares,
+    read_part,
+    read_part_lengths,
+    read_part_rows,
+)
 from dataservice.sources.parts_in_order import in_order
 
 
@@ -57,7 +62,14 @@ class IndexRows:
 
     def lengths(self, folder: str | None = None) -> int:
         """A descriptor of the file of lengths, which the caller closes."""
-        tables = in_order([partial(read_part_lengths, *part, self.limits) for part in self.parts])
+        tables = in_order(
+            [
+                partial(read_part_lengths, folder_of, record, self.limits, share, shares)
+                for folder_of, record in self.parts
+                for shares in (length_shares(record),)
+                for share in range(shares)
+            ]
+        )
         with closing(tables), closing(LengthsFile(len(self), folder)) as file:
             for lengths in tables:
                 file.write(lengths)

@@ -36,6 +36,7 @@ from dataservice.sources.soundness import (
 _ROW_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, LOSS_WEIGHT]
 _COLUMNS = [*_ROW_COLUMNS, "content"]
 GROUPS_AT_ONCE = 4  # whose lengths are read together
+GROUPS_A_SHARE = 16
 _LENGTHS_ALONE = [*LENGTH_COLUMNS, "item_shape"]
 
 
@@ -68,12 +69,18 @@ def read_part(
         raise IndexStaleError(_damaged(folder, name, "holds other samples than its manifest says"))
 
 
+def length_shares(record: PartRecord) -> int:
+    """Into how many shares `read_part_lengths` should divide a part, for several to be read at
+    once and each to be worth it."""
+    return max(1, record.rows // (GROUPS_A_SHARE * ROWS_PER_GROUP))
+
+
 def read_part_lengths(
-    folder: IndexFolder, record: PartRecord, limits: DecodeLimits
+    folder: IndexFolder, record: PartRecord, limits: DecodeLimits, share: int = 0, shares: int = 1
 ) -> Iterator[LengthTable]:
-    """The lengths of a part, some row groups at a time. Their values are checked, and the part's
-    rows and columns; neither its headers before Arrow reads them, nor its digests: read it in a
-    process that may die, and by `read_part` before anything of it is kept.
+    """The lengths of one of so many shares of a part, some row groups at a time. Their values are
+    checked, and the part's rows and columns; neither its headers before Arrow reads them, nor its
+    digests: read it in a process that may die, and by `read_part` before anything of it is kept.
 
     Raises IndexStaleError when the part is missing or damaged, or has other rows than the
     manifest's `record` says.
@@ -81,8 +88,9 @@ def read_part_lengths(
     name = part_name(record.file.name)
     with _in_words(folder, name), folder.open(name) as stream:
         part = _with_rows(pq.ParquetFile(_arrow_file(stream)), folder, name, record)
-        for first in range(0, part.num_row_groups, GROUPS_AT_ONCE):
-            groups = range(first, min(first + GROUPS_AT_ONCE, part.num_row_groups))
+        begin, end = (part.num_row_groups * k // shares for k in (share, share + 1))
+        for first in range(begin, end, GROUPS_AT_ONCE):
+            groups = range(first, min(first + GROUPS_AT_ONCE, end))
             table = part.read_row_groups(list(groups), columns=_LENGTHS_ALONE, use_threads=False)
             require_listed_alike(table)
             lengths = lengths_of(table)

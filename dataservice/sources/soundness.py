@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import SourceError
 from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import MAX_LOSS_WEIGHT, ItemKind, LengthTable, Modality
+from dataservice.core.sample import MAX_LOSS_WEIGHT, ItemKind, LengthTable, Modality, rows_of
 from dataservice.sources.formats.parquet_footer import read_footer
 from dataservice.sources.formats.parquet_pages import column_pages, require_allowed
 from dataservice.sources.index_part import (
@@ -85,25 +85,28 @@ def require_listed_alike(table: pa.Table) -> None:
 def require_sound_lengths(lengths: LengthTable, limits: DecodeLimits) -> None:
     """Raises ValueError when lengths could not be in an index of ours. O(rows + items),
     vectorised."""
-    tokens, loss = lengths.llm_tokens.astype(np.int64), lengths.loss_tokens
+    tokens, loss = lengths.llm_tokens, lengths.loss_tokens
     _require((tokens >= 1) & (tokens <= limits.max_llm_tokens), "llm_tokens out of range")
     _require((loss >= 0) & (loss <= tokens), "loss_tokens out of range")
-    _require(np.isin(lengths.item_modality, [int(m) for m in Modality]), "an unknown modality")
+    modality = lengths.item_modality
+    _require((modality >= min(Modality)) & (modality <= max(Modality)), "an unknown modality")
     _require(lengths.item_encoder_tokens >= 1, "encoder_tokens out of range")
     if lengths.item_frames is not None:
         _require(lengths.item_frames >= 0, "frames out of range")
-    _require_places(lengths, tokens)
+    _require_places(lengths)
 
 
-def _require_places(lengths: LengthTable, tokens: NDArray[np.int64]) -> None:
+def _require_places(lengths: LengthTable) -> None:
     """Raises ValueError unless items lie inside their sample, and together take at most its
     tokens."""
-    items = lengths.item_llm_tokens.astype(np.int64)
-    places = lengths.item_position.astype(np.int64)
-    within = np.repeat(tokens, np.diff(lengths.item_offsets))
-    _require((items >= 1) & (places >= 0) & (places + items <= within), "items out of their sample")
-    ends = np.concatenate([[0], np.cumsum(items)])[lengths.item_offsets]
-    _require(np.diff(ends) <= tokens, "more tokens of items than of the sample")
+    items, places = lengths.item_llm_tokens, lengths.item_position
+    within = lengths.llm_tokens.repeat(np.diff(lengths.item_offsets))
+    ends = np.add(places, items, dtype=np.int64)
+    _require((items >= 1) & (places >= 0) & (ends <= within), "items out of their sample")
+    sums = np.zeros(len(items) + 1, np.int64)
+    np.cumsum(items, out=sums[1:])
+    together = np.diff(rows_of(sums, lengths.item_offsets))
+    _require(together <= lengths.llm_tokens, "more tokens of items than of the sample")
 
 
 def _require_shapes(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -> None:

@@ -69,7 +69,9 @@ def index(
 ) -> Index:
     """Pictures and texts in three parts of several row groups, which are read a few at a time."""
     monkeypatch.setattr(index_part, "ROWS_PER_GROUP", ROWS_PER_GROUP)
+    monkeypatch.setattr(part_reader, "ROWS_PER_GROUP", ROWS_PER_GROUP)
     monkeypatch.setattr(part_reader, "GROUPS_AT_ONCE", 2)
+    monkeypatch.setattr(part_reader, "GROUPS_A_SHARE", 1)  # several are read at once
     for shard in range(3):
         members = []
         for k in range(10 + shard):
