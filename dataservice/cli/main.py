@@ -553,7 +553,7 @@ def main() -> None:
     try:
         _run()
     except SystemExit as end:
-        if sys.argv[1:2] == ["index"]:
+        if sys.argv[1:2] in (["index"], ["preview"]):
             _end_at_once(end)
         raise
 
@@ -570,7 +570,7 @@ def _run() -> None:
 
 def _end_at_once(end: SystemExit) -> None:
     """End without the destructors of libraries: once in some hundred runs a thread of one was still
-    there, and an index that was whole ended with `terminate called` and status 134."""
+    there, and what was whole ended with `terminate called` and status 134."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))

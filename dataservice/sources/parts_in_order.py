@@ -2,7 +2,7 @@
 
 Contract.
   Success       each row group of each part, in order. At most `READERS` parts are begun, of which
-                each holds `GROUPS_AHEAD` row groups that are not asked for yet.
+                each holds so many row groups that are not asked for yet.
   Failure       the error of the first part that has one, once all before it was given.
   Cancellation  closing the generator ends every reader before it returns.
 """
@@ -10,7 +10,7 @@ Contract.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -21,16 +21,17 @@ Group = TypeVar("Group")
 
 
 def in_order(
-    parts: Sequence[Callable[[], Iterable[Group]]],
+    parts: Iterable[Callable[[], Iterable[Group]]], ahead: int = GROUPS_AHEAD
 ) -> Generator[Group, None, None]:
-    """What these give, one part behind the other. Raises what they raise."""
+    """What these give, one part behind the other. Raises what they raise. Several are read at once
+    as far as `ahead` lets them: a part that gives more than that waits for its turn."""
     waiting = iter(parts)
-    begun = deque(_Reader(read) for read in islice(waiting, READERS))
+    begun = deque(_Reader(read, ahead) for read in islice(waiting, READERS))
     try:
         while begun:
             yield from begun[0].groups()
             begun.popleft()
-            begun.extend(_Reader(read) for read in islice(waiting, 1))
+            begun.extend(_Reader(read, ahead) for read in islice(waiting, 1))
     finally:
         for reader in begun:
             reader.close()
@@ -39,8 +40,8 @@ def in_order(
 class _Reader(Generic[Group]):
     """Reads one part in a thread."""
 
-    def __init__(self, read: Callable[[], Iterable[Group]]) -> None:
-        self._groups: queue.Queue[Group | Exception | None] = queue.Queue(GROUPS_AHEAD)
+    def __init__(self, read: Callable[[], Iterable[Group]], ahead: int) -> None:
+        self._groups: queue.Queue[Group | Exception | None] = queue.Queue(ahead)
         self._read_part = read
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="index part", daemon=True)

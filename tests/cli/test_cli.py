@@ -417,8 +417,11 @@ def test_commands_that_only_ask_the_service_load_neither_planner_nor_codecs_nor_
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("command", ["index", "preview"])
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["nowhere.yaml"], 1), ([], 2)])
-def test_index_ends_before_the_destructors_of_libraries_run(monkeypatch, arguments, code):
+def test_what_reads_sources_ends_before_the_destructors_of_libraries_run(
+    monkeypatch, command, arguments, code
+):
     class EndedError(Exception):
         pass
 
@@ -426,7 +429,7 @@ def test_index_ends_before_the_destructors_of_libraries_run(monkeypatch, argumen
         raise EndedError(status)
 
     monkeypatch.setattr("os._exit", ended)
-    monkeypatch.setattr(sys, "argv", ["dataservice", "index", *arguments])
+    monkeypatch.setattr(sys, "argv", ["dataservice", command, *arguments])
     with pytest.raises(EndedError) as met:
         main()
     assert met.value.args == (code,)

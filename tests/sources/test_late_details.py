@@ -18,7 +18,7 @@ from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import IntArray
 from dataservice.core.sample_columns import SampleColumns
-from dataservice.sources import index_part, part_reader
+from dataservice.sources import index_part, index_rows, part_reader
 from dataservice.sources.catalog import FoundIndex, IndexedCatalog, find_index, find_rows
 from dataservice.sources.catalog_handover import take_over_details, take_over_lengths
 from dataservice.sources.index import build_index
@@ -110,7 +110,11 @@ def test_lengths_that_come_first_are_those_of_the_whole(index):
     assert index.fetched == []
 
 
-def test_details_of_any_samples_are_those_of_the_whole_before_and_after_it_was_read(index):
+@pytest.mark.parametrize("rows_a_share", [1, index_rows.LEAST_ROWS])
+def test_details_of_any_samples_are_those_of_the_whole_before_and_after_it_was_read(
+    index, monkeypatch, rows_a_share
+):
+    monkeypatch.setattr(index_rows, "LEAST_ROWS", rows_a_share)
     late, whole, rng = index.late(), index.found.read(), np.random.default_rng(7)
     for turn in range(40):
         if turn == 30:
