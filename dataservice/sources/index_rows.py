@@ -26,14 +26,14 @@ from dataservice.sources.lengths_file import LengthsFile
 from dataservice.sources.manifest import PartRecord
 from dataservice.sources.part_reader import (
     GROUPS_A_SHARE,
-    length_shares,
+    part_lengths,
     read_part,
-    read_part_lengths,
     read_part_rows,
 )
 from dataservice.sources.parts_in_order import READERS, in_order
 
-SHARES, LEAST_ROWS = 4 * READERS, 64  # of some rows; of a share, as two may read one row group
+SHARES = 4 * READERS  # of a few rows, read at once
+LEAST_ROWS = 64  # of such a share: neighbours of which both need a row group each read it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,15 +66,8 @@ class IndexRows:
 
     def lengths(self, folder: str | None = None) -> int:
         """A descriptor of the file of lengths, which the caller closes."""
-        tables = in_order(
-            [
-                partial(read_part_lengths, folder_of, record, self.limits, share, shares)
-                for folder_of, record in self.parts
-                for shares in (length_shares(record),)
-                for share in range(shares)
-            ],
-            ahead=GROUPS_A_SHARE,
-        )
+        shares = [share for part in self.parts for share in part_lengths(*part, self.limits)]
+        tables = in_order(shares, ahead=GROUPS_A_SHARE)
         with closing(tables), closing(LengthsFile(len(self), folder)) as file:
             for lengths in tables:
                 file.write(lengths)

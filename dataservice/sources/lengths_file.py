@@ -67,10 +67,11 @@ class LengthsFile:
         """Append the lengths of some samples, with the frames of all their items. Raises OSError
         where the disk is full."""
         count, items = len(lengths), len(lengths.item_modality)
-        of_samples = np.empty(count, _OF_SAMPLES)
+        # Zeros, as what lies between aligned fields is written too: nothing else of this process.
+        of_samples = np.zeros(count, _OF_SAMPLES)
         np.add(lengths.item_offsets[:-1], self._items, out=of_samples["item_offsets"])
         of_samples["loss_tokens"] = lengths.loss_tokens
-        of_items = np.empty(items, _OF_ITEMS)
+        of_items = np.zeros(items, _OF_ITEMS)
         for name in _OF_ITEMS.names or ():
             of_items[name] = getattr(lengths, name)
         self._put(

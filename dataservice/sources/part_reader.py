@@ -1,7 +1,8 @@
 """Reads a part of an index: it is a user's file, so it is checked before it is used."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import IO, Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from dataservice.sources.soundness import (
 _ROW_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, LOSS_WEIGHT]
 _COLUMNS = [*_ROW_COLUMNS, "content"]
 GROUPS_AT_ONCE = 4  # whose lengths are read together
-GROUPS_A_SHARE = 16
+GROUPS_A_SHARE = 16  # of a part's lengths, at least: several shares are read at once
 _LENGTHS_ALONE = [*LENGTH_COLUMNS, "item_shape"]
 
 
@@ -69,22 +70,24 @@ def read_part(
         raise IndexStaleError(_damaged(folder, name, "holds other samples than its manifest says"))
 
 
-def length_shares(record: PartRecord) -> int:
-    """Into how many shares `read_part_lengths` should divide a part, for several to be read at
-    once and each to be worth it."""
-    return max(1, record.rows // (GROUPS_A_SHARE * ROWS_PER_GROUP))
+def part_lengths(
+    folder: IndexFolder, record: PartRecord, limits: DecodeLimits
+) -> list[Callable[[], Iterator[LengthTable]]]:
+    """Shares of a part's lengths, one behind the other; each reads its own, some row groups at a
+    time. Their values are checked, and the part's rows and columns; neither its headers before
+    Arrow reads them, nor its digests: read it in a process that may die, and by `read_part` before
+    anything of it is kept.
 
-
-def read_part_lengths(
-    folder: IndexFolder, record: PartRecord, limits: DecodeLimits, share: int = 0, shares: int = 1
-) -> Iterator[LengthTable]:
-    """The lengths of one of so many shares of a part, some row groups at a time. Their values are
-    checked, and the part's rows and columns; neither its headers before Arrow reads them, nor its
-    digests: read it in a process that may die, and by `read_part` before anything of it is kept.
-
-    Raises IndexStaleError when the part is missing or damaged, or has other rows than the
+    A share raises IndexStaleError when the part is missing or damaged, or has other rows than the
     manifest's `record` says.
     """
+    shares = max(1, record.rows // (GROUPS_A_SHARE * ROWS_PER_GROUP))
+    return [partial(_read_lengths, folder, record, limits, k, shares) for k in range(shares)]
+
+
+def _read_lengths(
+    folder: IndexFolder, record: PartRecord, limits: DecodeLimits, share: int, shares: int
+) -> Iterator[LengthTable]:
     name = part_name(record.file.name)
     with _in_words(folder, name), folder.open(name) as stream:
         part = _with_rows(pq.ParquetFile(_arrow_file(stream)), folder, name, record)
@@ -102,7 +105,7 @@ def read_part_rows(
     folder: IndexFolder, record: PartRecord, rows: NDArray[np.int64], limits: DecodeLimits
 ) -> Iterator[pa.Table]:
     """These rows of a part, which rise, by row group: `read_part`'s columns but for the digests of
-    contents. They are checked, and nothing else of the part: see `read_part_lengths`, also for what
+    contents. They are checked, and nothing else of the part: see `part_lengths`, also for what
     it raises."""
     name = part_name(record.file.name)
     with _in_words(folder, name), folder.open(name) as stream:

@@ -2,7 +2,7 @@
 
 Contract.
   Success       each row group of each part, in order. At most `READERS` parts are begun, of which
-                each holds so many row groups that are not asked for yet.
+                each holds `ahead` row groups that are not asked for yet.
   Failure       the error of the first part that has one, once all before it was given.
   Cancellation  closing the generator ends every reader before it returns.
 """

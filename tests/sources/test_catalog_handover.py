@@ -109,6 +109,17 @@ def test_a_draw_costs_what_is_drawn_and_copies_no_column():
     assert most_bytes < taken.samples
 
 
+def test_a_file_of_lengths_holds_nothing_else_of_the_process_that_wrote_it():
+    lengths, files = made_catalog(1000).parts.lengths, []
+    for junk in (0x55, 0xAA):
+        left = [np.full(len(lengths) * size, junk, np.uint8) for size in (16, 20)]
+        del left  # freed, for the next who needs as much
+        descriptor = write_lengths(lengths)
+        files.append(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+        os.close(descriptor)
+    assert files[0] == files[1]
+
+
 def test_lengths_that_another_release_has_written_are_refused():
     descriptor = write_lengths(made_catalog(10).parts.lengths)
     try:
