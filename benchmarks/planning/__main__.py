@@ -62,6 +62,7 @@ SPEED: dict[str, Measure] = {
     "partition": speed.partition_rows,
     "order-speed": speed.orders,
     "layout-speed": layout_stages.layout_speed,
+    "bubble-speed": layout_bubbles.bubble_speed,
     "hard": adversarial.hard_lengths,
     "allocation": layout_allocation.allocations,
     "bubble-run": layout_bubble_run.bubble_runs,
