@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 from rich.console import Console
 
@@ -34,9 +33,9 @@ from dataservice.jobs.setup import index_job
 from dataservice.sources.detail_file import DetailFile
 from dataservice.sources.index_cache import IndexCache
 from dataservice.sources.index_folder import MANIFEST, part_name
-from dataservice.sources.index_part import ROWS_PER_GROUP, SCHEMA
+from dataservice.sources.index_part import ROWS_PER_GROUP, SCHEMA, PartWriter
 from dataservice.sources.manifest import Manifest
-from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
+from dataservice.sources.rows_digest import LOSS_WEIGHT
 from demo.tokenizer import train_tokenizer
 
 SOURCE = "pictures"
@@ -89,25 +88,24 @@ def made_home(home: Path, parts: int) -> Path:
     }
     job.write_text(yaml.safe_dump(plain))
     index_job(read_job(job.read_text(), home).jobs[0], custom_processors={})
-    table, digest = made_rows(ROWS_A_PART), RowsDigest()
-    pq.write_table(table, home / "part", row_group_size=ROWS_PER_GROUP, compression="zstd")
-    digest.add(table.set_column(*_without_nulls(table, "piece", 0)))
     folder = home / "index" / SOURCE
     manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), "the manifest")
+    of, table = manifest.parts[0], made_rows(ROWS_A_PART)
+    with open(home / "part", "wb") as stream, PartWriter(stream) as writer:
+        for first in range(0, ROWS_A_PART, ROWS_PER_GROUP):
+            writer.write(table.slice(first, ROWS_PER_GROUP))
+        made = writer.finish(
+            recipe=of.recipe, file=of.file, media=of.media, skipped=of.skipped, long=of.long
+        )
     for part in manifest.parts:
         (folder / part_name(part.file.name)).unlink()
         os.link(home / "part", folder / part_name(part.file.name))
     parts_of = tuple(
-        replace(part, rows=ROWS_A_PART, identity=digest.identity, places=digest.places)
+        replace(part, rows=made.rows, identity=made.identity, places=made.places)
         for part in manifest.parts
     )
     (folder / MANIFEST).write_text(replace(manifest, parts=parts_of).to_json())
     return job
-
-
-def _without_nulls(table: pa.Table, name: str, empty: int) -> tuple[int, str, Any]:
-    column: Any = table[name]
-    return table.schema.get_field_index(name), name, column.fill_null(empty)
 
 
 def opened(job: Path, cache: IndexCache) -> Generator[tuple[float, JobSetup], None, None]:

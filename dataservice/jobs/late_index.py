@@ -109,7 +109,7 @@ class LateIndexes:
         """Complete a catalog, and keep its rows. Raises IndexStaleError where they are damaged."""
         kept = files.copied()
         try:
-            take_over_details(catalog, files.details, self._limits)
+            take_over_details(catalog, files.details)
             log.info("job %r: its index has been read whole, and checked", job)
             self._cache.keep(team_of(job), catalog.parts.rows_name, kept)
         except ValueError as error:

@@ -38,7 +38,6 @@ from dataservice.sources.manifest import AGAIN, LongSamples, Manifest, PartRecor
 from dataservice.sources.part_reader import read_tokens
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
-from dataservice.sources.soundness import require_sound_lengths
 
 _ROWS_VERSION = 1  # of the files of checked rows: another one finds none of those that are kept
 
@@ -105,10 +104,8 @@ class CatalogParts(CatalogHead):
 class IndexedCatalog(LengthsById):
     """The port Catalog over indexes on disk. Safe for use from several threads."""
 
-    def __init__(self, parts: CatalogParts, check_drawn: DecodeLimits | None = None) -> None:
-        """`check_drawn`: lengths have not all been checked, and are whenever they are asked for."""
+    def __init__(self, parts: CatalogParts) -> None:
         self.parts = parts
-        self._check_drawn = check_drawn
         self.sources = parts.sources
         self._lengths = parts.lengths
         self._file_ranges = Ranges(np.cumsum([0, *parts.file_rows], dtype=np.int64))
@@ -138,20 +135,6 @@ class IndexedCatalog(LengthsById):
                 self.parts.fingerprints, offsets[:-1], offsets[1:], strict=True
             )
         )
-
-    def lengths(self, sample_ids: IntArray) -> LengthTable:
-        """Lengths of these samples, in this order. Raises NotFoundError when an id is unknown,
-        IndexStaleError where its index is damaged."""
-        lengths = super().lengths(sample_ids)
-        if self._check_drawn is not None:
-            try:
-                require_sound_lengths(lengths, self._check_drawn)
-            except ValueError as error:
-                raise IndexStaleError(
-                    f"the index cannot be used: {error}. Write it again: {AGAIN}; the same files "
-                    "give the same index, and checkpoints fit it."
-                ) from error
-        return lengths
 
     @property
     def at_hand(self) -> bool:

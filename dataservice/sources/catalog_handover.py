@@ -20,8 +20,10 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import pyarrow as pa
 
@@ -30,13 +32,15 @@ from dataservice.core.sample import IntArray, LengthTable
 from dataservice.sources.catalog import CatalogHead, CatalogParts, IndexedCatalog, IndexIdentity
 from dataservice.sources.detail_file import BATCH_ROWS, DetailFile, DetailTable
 from dataservice.sources.late_details import LateDetails
-from dataservice.sources.lengths_file import BLOCK_ROWS, blocks_of, map_lengths, write_lengths
+from dataservice.sources.lengths_file import map_lengths, write_lengths
 from dataservice.sources.manifest import LongSamples
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.soundness import require_sound_lengths
 from dataservice.sources.unnamed_file import unnamed_file
 
 PLACES_LOOKED_AT = 16  # of rows that were checked before
+CHECKED_ROWS = 100_000  # at once
+CHECKERS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +125,7 @@ def take_over(
             details.require_whole(max(1, batches // PLACES_LOOKED_AT) if checked else 1)
             lengths, mapped = map_lengths(stream.fileno())
         parts = _agreeing(head, lengths, details)
-    every = max(1, -(-len(lengths) // BLOCK_ROWS) // PLACES_LOOKED_AT) if checked else 1
-    for block in blocks_of(lengths, every):  # what checking needs is many times a block
-        require_sound_lengths(block, limits)
+    _require_sound(lengths, limits, PLACES_LOOKED_AT if checked else None)
     _let_go(mapped)
     return IndexedCatalog(parts)
 
@@ -132,8 +134,6 @@ def take_over_lengths(
     head: CatalogHead, descriptor: int, limits: DecodeLimits, fetch: Callable[[IntArray], int]
 ) -> IndexedCatalog:
     """The catalog of these lengths, whose descriptor stays the caller's; their details come late.
-    What a draw adds up over all samples is checked here; lengths are checked whenever they are
-    asked for.
 
     Args:
         fetch: gives a descriptor of the DetailFile of these samples, in this order.
@@ -144,17 +144,14 @@ def take_over_lengths(
     with _in_words():
         lengths, mapped = map_lengths(descriptor)
         parts = _agreeing(head, lengths, LateDetails(lengths, fetch))
-    for block in blocks_of(lengths):
-        tokens = block.llm_tokens
-        if not 1 <= int(tokens.min()) <= int(tokens.max()) <= limits.max_llm_tokens:
-            raise ValueError("it has llm_tokens out of range")
+    _require_sound(lengths, limits)
     _let_go(mapped)
-    return IndexedCatalog(parts, check_drawn=limits)
+    return IndexedCatalog(parts)
 
 
-def take_over_details(catalog: IndexedCatalog, descriptor: int, limits: DecodeLimits) -> None:
+def take_over_details(catalog: IndexedCatalog, descriptor: int) -> None:
     """Give a catalog, whose details come late, those of all its samples; this function closes the
-    descriptor. Raises ValueError where they are not whole, or lengths are not sound."""
+    descriptor. Raises ValueError where they are not whole."""
     late = catalog.parts.details
     assert isinstance(late, LateDetails), "the details of others do not come late"
     with _in_words():
@@ -162,9 +159,17 @@ def take_over_details(catalog: IndexedCatalog, descriptor: int, limits: DecodeLi
         if len(details) != len(late):
             raise ValueError("its columns speak of different samples")
         details.require_whole()
-    for block in blocks_of(catalog.parts.lengths):
-        require_sound_lengths(block, limits)
     late.complete(details)
+
+
+def _require_sound(lengths: LengthTable, limits: DecodeLimits, places: int | None = None) -> None:
+    """Raises ValueError unless all lengths are sound, or those at so many `places`."""
+    starts = range(0, len(lengths), CHECKED_ROWS)
+    every = 1 if places is None else max(1, len(starts) // places)
+    with ThreadPoolExecutor(CHECKERS) as checkers:
+        checks = (range(first, first + CHECKED_ROWS) for first in starts[::every])
+        for _ in checkers.map(partial(require_sound_lengths, lengths, limits), checks):
+            pass
 
 
 @contextmanager

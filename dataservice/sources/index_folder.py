@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import IO
 
 from dataservice.core.errors import SourceError
-from dataservice.sources.filesystem import open_filesystem, open_to_read, translate
+from dataservice.sources.filesystem import open_filesystem, open_to_read, protocols, translate
 from dataservice.sources.kept_ranges import version_of
 from dataservice.sources.roots import Roots
 
@@ -30,6 +30,11 @@ class IndexFolder:
         self.owner = f"index of source {source!r}"
         self._fs, root = open_filesystem(index_dir, {}, self.owner)
         self.path = f"{root.rstrip('/')}/{source}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its files lie on this machine, so that reading them waits for nothing."""
+        return "file" in protocols(self._fs)
 
     def create(self) -> None:
         """Make the folder. Raises SourceError when it cannot be made."""

@@ -12,6 +12,7 @@ from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import RawSample, SampleLengths, piece_key
 from dataservice.sources.checksum import CONTENT_BYTES, sample_checks
 from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.length_columns import lengths_of
 from dataservice.sources.manifest import (
     IndexedFile,
     LongSamples,
@@ -20,6 +21,7 @@ from dataservice.sources.manifest import (
     Recipe,
     SkippedSample,
 )
+from dataservice.sources.packed_lengths import pack_lengths
 from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
 from dataservice.sources.storage import SourceFile
 
@@ -72,6 +74,9 @@ SCHEMA = pa.schema(
 )
 # Columns that parts of older releases lack, with what an empty cell means.
 ADDED_COLUMNS = {"piece": 0, LOSS_WEIGHT: 1.0}
+PACKED = "lengths"
+"""A column with one cell a row group, in its first row: all lengths of the group, packed. It says
+nothing that other columns do not, and parts of older releases lack it."""
 _RECORD_KEY = b"dataservice.part"
 ROWS_PER_GROUP = 16_384
 _ITEMS_PER_GROUP = 2**18
@@ -81,6 +86,67 @@ _LONGEST_REASON = 1000
 _MANY_SKIPPED = 10_000
 _SHORT_REASON = 100
 _COUNT_EVERY_ROWS = 64
+
+
+class PartWriter:
+    """Writes the rows of a part, row group by row group."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        leaves = [_leaf(field) for field in SCHEMA]
+        options: dict[str, Any] = {
+            "compression": {**dict.fromkeys(leaves, "zstd"), PACKED: "none"},
+            "use_dictionary": leaves,
+        }
+        schema = SCHEMA.append(pa.field(PACKED, pa.binary()))
+        self._writer = pq.ParquetWriter(stream, schema, **options)
+        self._digest = RowsDigest()
+        self.rows = 0
+
+    def __enter__(self) -> "PartWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.close()
+
+    def write(self, rows: pa.Table) -> None:
+        """Append a row group."""
+        rows = rows.select(SCHEMA.names)
+        self._digest.add(rows)
+        cells = [pack_lengths(lengths_of(rows))] + [None] * (rows.num_rows - 1)
+        packed = pa.array(cells[: rows.num_rows], pa.binary())
+        self._writer.write_table(rows.append_column(PACKED, packed))
+        self.rows += rows.num_rows
+
+    def finish(
+        self,
+        *,
+        recipe: Recipe,
+        file: IndexedFile,
+        media: MediaCounts,
+        skipped: Sequence[SkippedSample],
+        long: LongSamples,
+    ) -> PartRecord:
+        """What was written, which the part's footer says too."""
+        record = PartRecord(
+            recipe=recipe,
+            file=file,
+            rows=self.rows,
+            identity=self._digest.identity,
+            places=self._digest.places,
+            media=media,
+            skipped=tuple(skipped),
+            long=long,
+        )
+        self._writer.add_key_value_metadata({_RECORD_KEY.decode(): record.to_json()})
+        return record
+
+
+def _leaf(field: "pa.Field[Any]") -> str:
+    """The path of a field's values in Parquet."""
+    path, kind = field.name, field.type
+    while pa.types.is_list(kind):
+        path, kind = f"{path}.list.element", kind.value_type
+    return path
 
 
 class Counter(Protocol):
@@ -109,16 +175,13 @@ def write_part(
     """
     skipped: list[SkippedSample] = []
     rows: list[dict[str, Any]] = []
-    digest, media, long = RowsDigest(), MediaCounts(), LongSamples()
-    written = items = 0
-    with pq.ParquetWriter(stream, SCHEMA, compression="zstd") as writer:
+    media, long = MediaCounts(), LongSamples()
+    items = 0
+    with PartWriter(stream) as writer:
 
         def flush() -> None:
-            nonlocal written, items
-            table = pa.Table.from_pylist(rows, schema=SCHEMA)
-            digest.add(table)
-            writer.write_table(table)
-            written += len(rows)
+            nonlocal items
+            writer.write(pa.Table.from_pylist(rows, schema=SCHEMA))
             items = 0
             rows.clear()
 
@@ -141,49 +204,28 @@ def write_part(
                 items += len(lengths.items)
                 if len(rows) == ROWS_PER_GROUP or items >= _ITEMS_PER_GROUP:
                     flush()
-        if rows or not written:
+        if rows or not writer.rows:
             flush()
-        record = PartRecord(
-            recipe=recipe,
-            file=IndexedFile.of(file),
-            rows=written,
-            identity=digest.identity,
-            places=digest.places,
-            media=media,
-            skipped=tuple(skipped),
-            long=long,
+        return writer.finish(
+            recipe=recipe, file=IndexedFile.of(file), media=media, skipped=skipped, long=long
         )
-        writer.add_key_value_metadata({_RECORD_KEY.decode(): record.to_json()})
-    return record
 
 
 def join_parts(stream: IO[bytes], pieces: Iterable[tuple[IO[bytes], PartRecord]]) -> PartRecord:
     """Write the part of a file of which each piece has one; the record is what `write_part` would
     have made of the whole. Memory is one row group."""
-    digest, media, long = RowsDigest(), MediaCounts(), LongSamples()
+    media, long = MediaCounts(), LongSamples()
     skipped: list[SkippedSample] = []
-    rows = 0
-    with pq.ParquetWriter(stream, SCHEMA, compression="zstd") as writer:
+    with PartWriter(stream) as writer:
         for source, record in pieces:
             with source, pq.ParquetFile(source) as part:
                 for group in range(part.num_row_groups):
-                    table = part.read_row_group(group)
-                    digest.add(table)
-                    writer.write_table(table)
-            rows += record.rows
+                    writer.write(part.read_row_group(group))
             media, long = media + record.media, long + record.long
             skipped += [_shortened(each, len(skipped) + n) for n, each in enumerate(record.skipped)]
-        joined = replace(
-            record,
-            rows=rows,
-            identity=digest.identity,
-            places=digest.places,
-            media=media,
-            skipped=tuple(skipped),
-            long=long,
+        return writer.finish(
+            recipe=record.recipe, file=record.file, media=media, skipped=skipped, long=long
         )
-        writer.add_key_value_metadata({_RECORD_KEY.decode(): joined.to_json()})
-    return joined
 
 
 def _shortened(skipped: SkippedSample, before: int) -> SkippedSample:

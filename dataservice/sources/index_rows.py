@@ -1,15 +1,17 @@
 """The rows of the parts of an index: all of them checked, their lengths alone, or a few of them.
 
     read         lengths and details of all, one part's digests compared with its manifest's
-    lengths      what draws need; a twelfth of the time, as only these columns are read
+    lengths      what draws need, at once: a twentieth of the time
     details      what else there is, read and checked as by `read`
     some         the details of a few rows, by the row groups that hold them
 
-Lengths that come first have their values, counts and columns checked; digests, and sizes before
-they are decompressed, only when all is read. So they are to be read in a process that may die.
+Lengths that come first have their values and counts checked; digests, and sizes before they are
+decompressed, only when all is read. So they are to be read in a process that may die.
 """
 
-from collections.abc import Generator, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -19,17 +21,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataservice.core.limits import DecodeLimits
+from dataservice.core.sample import LengthTable
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.index_part import ROWS_PER_GROUP
 from dataservice.sources.lengths_file import LengthsFile
 from dataservice.sources.manifest import PartRecord
-from dataservice.sources.part_reader import (
-    GROUPS_A_SHARE,
-    part_lengths,
-    read_part,
-    read_part_rows,
-)
+from dataservice.sources.part_reader import part_lengths, read_part, read_part_rows
 from dataservice.sources.parts_in_order import READERS, in_order
 
 SHARES = 4 * READERS  # of a few rows, read at once
@@ -67,10 +65,23 @@ class IndexRows:
     def lengths(self, folder: str | None = None) -> int:
         """A descriptor of the file of lengths, which the caller closes."""
         shares = [share for part in self.parts for share in part_lengths(*part, self.limits)]
-        tables = in_order(shares, ahead=GROUPS_A_SHARE)
-        with closing(tables), closing(LengthsFile(len(self), folder)) as file:
-            for lengths in tables:
-                file.write(lengths)
+        readers = READERS
+        if all(of.is_local for of, _ in self.parts):  # more than computes at once is in the way
+            readers = min(READERS, len(os.sched_getaffinity(0)))
+        with closing(LengthsFile(len(self), folder)) as file, ThreadPoolExecutor(readers) as pool:
+            turn: Future[None] = Future()
+            turn.set_result(None)
+            writing = []
+            for share in shares:
+                after: Future[None] = Future()
+                writing.append(pool.submit(_write, share, file, turn, after))
+                turn = after
+            try:
+                for written in writing:
+                    written.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
             return file.finish()
 
     def some(self, rows: NDArray[np.int64], folder: str | None = None) -> DetailFile:
@@ -93,6 +104,27 @@ class IndexRows:
         for part, start, first, end in zip(self.parts, starts, cuts, cuts[1:], strict=False):
             if first < end:
                 yield part, rows[first:end] - start
+
+
+def _write(
+    read: Callable[[], Sequence[LengthTable]],
+    file: LengthsFile,
+    turn: "Future[None]",
+    after: "Future[None]",
+) -> None:
+    """Read a share of the lengths and write it, all in one thread: what was read is still near.
+    Shares take places in the file in `turn`; how many items the ones before have is not known
+    earlier."""
+    try:
+        tables = read()
+        turn.result()
+        places = [file.place(lengths) for lengths in tables]
+    except BaseException as error:
+        after.set_exception(error)
+        raise
+    after.set_result(None)
+    for lengths, place in zip(tables, places, strict=True):
+        file.put(lengths, place)
 
 
 def _part_details(

@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,14 @@ _SECTIONS = (COLUMNS["llm_tokens"], _OF_SAMPLES, _OF_ITEMS)
 _SIZE = struct.Struct("<Q")
 _HEAD_BYTES = 128
 _ALIGNMENT_BYTES = 64
-BLOCK_ROWS = 100_000
+_BLOCK_ROWS = 100_000
+
+
+class Place(NamedTuple):
+    """The rows of a file that some samples take: from this one on, and from this one of items."""
+
+    row: int
+    item: int
 
 
 class LengthsFile:
@@ -66,21 +73,29 @@ class LengthsFile:
     def write(self, lengths: LengthTable) -> None:
         """Append the lengths of some samples, with the frames of all their items. Raises OSError
         where the disk is full."""
-        count, items = len(lengths), len(lengths.item_modality)
+        self.put(lengths, self.place(lengths))
+
+    def place(self, lengths: LengthTable) -> Place:
+        """Where these lengths belong, if all that come before them have had their places."""
+        place = Place(self._rows, self._items)
+        self._rows += len(lengths)
+        self._items += len(lengths.item_modality)
+        return place
+
+    def put(self, lengths: LengthTable, place: Place) -> None:
+        """Write lengths to their place: several at once, from several threads. Raises as `write`
+        does."""
         # Zeros, as what lies between aligned fields is written too: nothing else of this process.
-        of_samples = np.zeros(count, _OF_SAMPLES)
-        np.add(lengths.item_offsets[:-1], self._items, out=of_samples["item_offsets"])
+        of_samples = np.zeros(len(lengths), _OF_SAMPLES)
+        np.add(lengths.item_offsets[:-1], place.item, out=of_samples["item_offsets"])
         of_samples["loss_tokens"] = lengths.loss_tokens
-        of_items = np.zeros(items, _OF_ITEMS)
+        of_items = np.zeros(len(lengths.item_modality), _OF_ITEMS)
         for name in _OF_ITEMS.names or ():
             of_items[name] = getattr(lengths, name)
-        self._put(
-            np.ascontiguousarray(lengths.llm_tokens, _SECTIONS[0]), self._tokens_at, self._rows
-        )
-        self._put(of_samples, self._samples_at, self._rows)
-        self._put(of_items, self._items_at, self._items)
-        self._rows += count
-        self._items += items
+        llm_tokens = np.ascontiguousarray(lengths.llm_tokens, _SECTIONS[0])
+        self._put(llm_tokens, self._tokens_at, place.row)
+        self._put(of_samples, self._samples_at, place.row)
+        self._put(of_items, self._items_at, place.item)
 
     def finish(self) -> int:
         """A descriptor of the file, which the caller closes. Nothing can be written after that.
@@ -108,7 +123,7 @@ def write_lengths(lengths: LengthTable, folder: str | None = None) -> int:
     """A descriptor, which the caller closes, of a file of these lengths in `folder`. Raises OSError
     when it cannot be written."""
     with closing(LengthsFile(len(lengths), folder)) as file:
-        for block in blocks_of(lengths):
+        for block in _blocks_of(lengths):
             file.write(block)
         return file.finish()
 
@@ -138,15 +153,12 @@ def map_lengths(descriptor: int) -> tuple[LengthTable, mmap.mmap]:
     return lengths, mapped
 
 
-def blocks_of(lengths: LengthTable, every: int = 1) -> Iterator[LengthTable]:
-    """The lengths, some samples at a time; or one block of `every` so many. Raises ValueError
-    where their items are not one behind the other."""
-    for first in range(0, len(lengths), BLOCK_ROWS * every):
-        rows = slice(first, first + BLOCK_ROWS)
-        offsets = lengths.item_offsets[first : first + BLOCK_ROWS + 1]
+def _blocks_of(lengths: LengthTable) -> Iterator[LengthTable]:
+    """The lengths, some samples at a time."""
+    for first in range(0, len(lengths), _BLOCK_ROWS):
+        rows = slice(first, first + _BLOCK_ROWS)
+        offsets = lengths.item_offsets[first : first + _BLOCK_ROWS + 1]
         start, end = offsets[[0, -1]].tolist()
-        if not (0 <= start <= end <= len(lengths.item_modality) and np.all(np.diff(offsets) >= 0)):
-            raise ValueError("its columns speak of different items")
         columns = {
             name: getattr(lengths, name)[slice(start, end) if name.startswith("item_") else rows]
             for name in COLUMNS

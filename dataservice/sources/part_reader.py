@@ -1,6 +1,6 @@
 """Reads a part of an index: it is a user's file, so it is checked before it is used."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import IO, Any
@@ -20,11 +20,13 @@ from dataservice.sources.index_part import (
     DETAIL_COLUMNS,
     ITEM_NOTES,
     LENGTH_COLUMNS,
+    PACKED,
     ROWS_PER_GROUP,
     SCHEMA,
 )
 from dataservice.sources.length_columns import lengths_of
 from dataservice.sources.manifest import AGAIN, PartRecord
+from dataservice.sources.packed_lengths import pack_lengths, unpack_lengths
 from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
 from dataservice.sources.soundness import (
     require_bounded,
@@ -36,8 +38,7 @@ from dataservice.sources.soundness import (
 
 _ROW_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, LOSS_WEIGHT]
 _COLUMNS = [*_ROW_COLUMNS, "content"]
-GROUPS_AT_ONCE = 4  # whose lengths are read together
-GROUPS_A_SHARE = 16  # of a part's lengths, at least: several shares are read at once
+GROUPS_A_SHARE = 8  # of a part's lengths, at least: several shares are read at once
 _LENGTHS_ALONE = [*LENGTH_COLUMNS, "item_shape"]
 
 
@@ -58,9 +59,12 @@ def read_part(
         part = pq.ParquetFile(stream)
         require_schema(part.schema_arrow)
         for group in range(part.num_row_groups):
-            table = _filled(part.read_row_group(group, columns=_COLUMNS))
+            whole = part.read_row_group(group, columns=[*_COLUMNS, PACKED])
+            table = _filled(whole.select(name for name in whole.schema.names if name != PACKED))
             lengths = lengths_of(table)
             require_sound(table, lengths, limits)
+            if PACKED in whole.schema.names:
+                _require_same(whole[PACKED], lengths)
             digest.add(table)
             found += table.num_rows
             yield table, lengths
@@ -72,33 +76,72 @@ def read_part(
 
 def part_lengths(
     folder: IndexFolder, record: PartRecord, limits: DecodeLimits
-) -> list[Callable[[], Iterator[LengthTable]]]:
-    """Shares of a part's lengths, one behind the other; each reads its own, some row groups at a
-    time. Their values are checked, and the part's rows and columns; neither its headers before
-    Arrow reads them, nor its digests: read it in a process that may die, and by `read_part` before
-    anything of it is kept.
+) -> list[Callable[[], Sequence[LengthTable]]]:
+    """Shares of a part's lengths, one behind the other; each reads its own. Their values are
+    checked, and the part's rows and columns; neither its headers before Arrow reads them, nor its
+    digests: read it in a process that may die, and by `read_part` before anything of it is kept.
 
     A share raises IndexStaleError when the part is missing or damaged, or has other rows than the
     manifest's `record` says.
     """
+    part = _PartLengths(folder, record, limits)
     shares = max(1, record.rows // (GROUPS_A_SHARE * ROWS_PER_GROUP))
-    return [partial(_read_lengths, folder, record, limits, k, shares) for k in range(shares)]
+    return [partial(part.read, k, shares) for k in range(shares)]
 
 
-def _read_lengths(
-    folder: IndexFolder, record: PartRecord, limits: DecodeLimits, share: int, shares: int
-) -> Iterator[LengthTable]:
-    name = part_name(record.file.name)
-    with _in_words(folder, name), folder.open(name) as stream:
-        part = _with_rows(pq.ParquetFile(_arrow_file(stream)), folder, name, record)
-        begin, end = (part.num_row_groups * k // shares for k in (share, share + 1))
-        for first in range(begin, end, GROUPS_AT_ONCE):
-            groups = range(first, min(first + GROUPS_AT_ONCE, end))
-            table = part.read_row_groups(list(groups), columns=_LENGTHS_ALONE, use_threads=False)
-            require_listed_alike(table)
-            lengths = lengths_of(table)
-            require_sound_lengths(lengths, limits)
-            yield lengths
+class _PartLengths:
+    """The lengths of one part. May be read from several threads."""
+
+    def __init__(self, folder: IndexFolder, record: PartRecord, limits: DecodeLimits) -> None:
+        self._folder, self._record, self._limits = folder, record, limits
+        self._footer: pq.FileMetaData | None = None  # takes longer to be read than a share
+
+    def read(self, share: int, shares: int) -> Sequence[LengthTable]:
+        name = part_name(self._record.file.name)
+        with _in_words(self._folder, name), self._folder.open(name) as stream:
+            part = pq.ParquetFile(_arrow_file(stream), metadata=self._footer)
+            if self._footer is None:
+                self._footer = _with_rows(part, self._folder, name, self._record).metadata
+            begin, end = (part.num_row_groups * k // shares for k in (share, share + 1))
+            groups = range(begin, end)
+            tables = _packed(part, groups) or [_lengths_alone(part, groups)]
+            for lengths in tables:
+                require_sound_lengths(lengths, self._limits)
+            return tables
+
+
+def _lengths_alone(part: pq.ParquetFile, groups: range) -> LengthTable:
+    """The lengths of these row groups by their own columns."""
+    table = part.read_row_groups(list(groups), columns=_LENGTHS_ALONE, use_threads=False)
+    require_listed_alike(table)
+    return lengths_of(table)
+
+
+def _packed(part: pq.ParquetFile, groups: range) -> list[LengthTable] | None:
+    """The packed lengths of each of these row groups; None where another release wrote them."""
+    if PACKED not in part.schema_arrow.names:
+        return None
+    cells: Any = part.read_row_groups(list(groups), columns=[PACKED], use_threads=False)[PACKED]
+    found, row = [], 0
+    for group in groups:
+        rows = part.metadata.row_group(group).num_rows
+        if rows:
+            lengths = unpack_lengths(memoryview(cells[row].as_buffer() or b""))
+            if lengths is None:
+                return None
+            if len(lengths) != rows:
+                raise ValueError(f"it packs {len(lengths):,} rows of the {rows:,} of a row group")
+            found.append(lengths)
+            row += rows
+    return found
+
+
+def _require_same(cells: Any, lengths: LengthTable) -> None:
+    """Raises ValueError where the first of a row group's cells packs other lengths than these."""
+    if len(cells):
+        first = cells[0].as_buffer() or b""
+        if unpack_lengths(memoryview(first)) is not None and first != pack_lengths(lengths):
+            raise ValueError("it packs other lengths than it has")
 
 
 def read_part_rows(

@@ -22,7 +22,9 @@ from dataservice.sources import index_part, index_rows, part_reader
 from dataservice.sources.catalog import FoundIndex, IndexedCatalog, find_index, find_rows
 from dataservice.sources.catalog_handover import take_over_details, take_over_lengths
 from dataservice.sources.index import build_index
+from dataservice.sources.index_part import LENGTH_COLUMNS, PACKED
 from dataservice.sources.late_details import FETCHED_KEPT, LateDetails
+from dataservice.sources.soundness import require_sound_lengths
 
 ROWS_PER_GROUP = 4
 LENGTHS = ("llm_tokens", "loss_tokens", "item_offsets", "item_modality", "item_encoder_tokens",
@@ -59,8 +61,9 @@ class Index:
             os.close(lengths)
 
 
-@pytest.fixture
+@pytest.fixture(params=["of this release", "of an older release"])
 def index(
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     spec: Callable[..., SourceSpec],
@@ -70,8 +73,7 @@ def index(
     """Pictures and texts in three parts of several row groups, which are read a few at a time."""
     monkeypatch.setattr(index_part, "ROWS_PER_GROUP", ROWS_PER_GROUP)
     monkeypatch.setattr(part_reader, "ROWS_PER_GROUP", ROWS_PER_GROUP)
-    monkeypatch.setattr(part_reader, "GROUPS_AT_ONCE", 2)
-    monkeypatch.setattr(part_reader, "GROUPS_A_SHARE", 1)  # several are read at once
+    monkeypatch.setattr(part_reader, "GROUPS_A_SHARE", 2)  # several are read at once
     for shard in range(3):
         members = []
         for k in range(10 + shard):
@@ -80,6 +82,10 @@ def index(
         write_tar(tmp_path / "data" / f"{shard}.tar", members)
     source = spec(tmp_path / "data" / "*.tar", "webdataset", name="media")
     build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
+    if request.param == "of an older release":
+        for part in parts_of(tmp_path):
+            table = pq.read_table(part).drop_columns([PACKED])
+            pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
     return Index(source, str(tmp_path / "index"), measurer().fingerprint)
 
 
@@ -88,8 +94,11 @@ def parts_of(tmp_path: Path) -> list[Path]:
 
 
 def changed(part: Path, column: str, change: Callable[[list[Any]], None]) -> None:
-    """The same part with other cells in a column; its footer still says what it held."""
+    """The same part with other cells in a column; its manifest still says what it held. Lengths
+    are packed once, in the column that is changed."""
     table = pq.read_table(part)
+    if column in (*LENGTH_COLUMNS, "item_shape") and PACKED in table.schema.names:
+        table = table.drop_columns([PACKED])
     place = table.schema.get_field_index(column)
     cells = table[column].to_pylist()
     change(cells)
@@ -119,7 +128,7 @@ def test_details_of_any_samples_are_those_of_the_whole_before_and_after_it_was_r
     for turn in range(40):
         if turn == 30:
             details = index.found.rows.details()
-            take_over_details(late, os.dup(details.descriptor), DEFAULT_LIMITS)
+            take_over_details(late, os.dup(details.descriptor))
             index.fetched.clear()
         ids = rng.integers(0, whole.samples, rng.integers(0, 9))
         assert late.details(ids)[:] == whole.details(ids)[:]
@@ -232,7 +241,7 @@ def test_a_part_of_other_samples_than_its_manifest_says_is_refused(index, tmp_pa
         index.found.rows.lengths()
 
 
-def test_lengths_of_a_sample_that_is_drawn_are_checked_again(index):
+def test_lengths_that_the_other_process_damaged_are_refused_or_sound(index):
     """Whoever wrote the file: the process that planned by it would plan nonsense."""
     found, rng, refused = index.found, Random(5), 0
     lengths = found.rows.lengths()
@@ -248,14 +257,56 @@ def test_lengths_of_a_sample_that_is_drawn_are_checked_again(index):
         os.write(copy, data)
         try:
             late = take_over_lengths(found.head, copy, DEFAULT_LIMITS, index.fetch)
-            drawn = late.lengths(np.arange(late.samples))
-        except (ValueError, IndexStaleError):
+        except ValueError:
             refused += 1
         else:
-            assert np.all((drawn.llm_tokens >= 1) & (drawn.loss_tokens <= drawn.llm_tokens))
+            require_sound_lengths(late.lengths(np.arange(late.samples)), DEFAULT_LIMITS)
         finally:
             os.close(copy)
     assert refused > 100
+
+
+@pytest.mark.parametrize("index", ["of this release"], indirect=True)
+def test_packed_lengths_that_are_damaged_are_refused_or_sound(index, tmp_path):
+    rng, refused = Random(6), 0
+    part = parts_of(tmp_path)[1]
+    whole = part.read_bytes()
+    for _ in range(100):
+
+        def damage(cells: list[Any]) -> None:
+            group = rng.randrange(0, len(cells), ROWS_PER_GROUP)
+            data = bytearray(cells[group])
+            data[rng.randrange(4, len(data))] = rng.choice((0, 1, 127, 128, 255))
+            cells[group] = bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
+
+        changed(part, PACKED, damage)
+        try:
+            late = index.late()
+        except IndexStaleError:
+            refused += 1
+        else:
+            require_sound_lengths(late.lengths(np.arange(late.samples)), DEFAULT_LIMITS)
+            if pq.read_table(part)[PACKED] != pq.read_table(pa.BufferReader(whole))[PACKED]:
+                with pytest.raises(IndexStaleError, match="packs other lengths than it has"):
+                    index.found.rows.details()
+        part.write_bytes(whole)
+    assert 30 < refused < 100
+
+
+@pytest.mark.parametrize("index", ["of this release"], indirect=True)
+def test_lengths_that_another_release_packed_are_read_from_their_columns(index, tmp_path):
+    known = index.found.read()
+
+    def of_form_2(cells: list[Any]) -> None:
+        cells[:] = [None if cell is None else b"\2" + cell[1:] for cell in cells]
+
+    for part in parts_of(tmp_path):
+        changed(part, PACKED, of_form_2)
+    late, ids = index.late(), np.arange(known.samples)
+    for name in LENGTHS:
+        found, wanted = (getattr(each.lengths(ids), name) for each in (late, known))
+        np.testing.assert_array_equal(found, wanted)
+    assert len(index.found.rows.details()) == known.samples
 
 
 def test_rows_of_other_lengths_than_steps_are_planned_by_are_refused(index, tmp_path):
@@ -277,5 +328,5 @@ def test_an_index_written_again_is_not_read_as_the_one_that_was_found(index, tmp
 def test_details_of_other_samples_do_not_complete_a_catalog(index):
     late = index.late()
     with pytest.raises(ValueError, match="different samples"):
-        take_over_details(late, index.fetch(np.array([1, 2])), DEFAULT_LIMITS)
+        take_over_details(late, index.fetch(np.array([1, 2])))
     assert not late.at_hand
