@@ -35,7 +35,7 @@ from dataservice.sources.late_details import LateDetails
 from dataservice.sources.lengths_file import map_lengths, write_lengths
 from dataservice.sources.manifest import LongSamples
 from dataservice.sources.ranges import SourceRanges
-from dataservice.sources.soundness import require_sound_lengths
+from dataservice.sources.sound_lengths import require_sound_lengths
 from dataservice.sources.unnamed_file import unnamed_file
 
 PLACES_LOOKED_AT = 16  # of rows that were checked before

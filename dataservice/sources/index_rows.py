@@ -21,11 +21,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import LengthTable
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.index_part import ROWS_PER_GROUP
-from dataservice.sources.lengths_file import LengthsFile
+from dataservice.sources.lengths_file import LengthRecords, LengthsFile
 from dataservice.sources.manifest import PartRecord
 from dataservice.sources.part_reader import part_lengths, read_part, read_part_rows
 from dataservice.sources.parts_in_order import READERS, in_order
@@ -52,7 +51,7 @@ class IndexRows:
         lengths_file = LengthsFile(len(self), folder)
         with closing(rows), closing(lengths_file), DetailWriter(folder) as writer:
             for table, lengths in rows:
-                lengths_file.write(lengths)
+                lengths_file.write(LengthRecords.of(lengths))
                 writer.write(table)
             return lengths_file.finish(), writer.finish()
 
@@ -107,7 +106,7 @@ class IndexRows:
 
 
 def _write(
-    read: Callable[[], Sequence[LengthTable]],
+    read: Callable[[], Sequence[LengthRecords]],
     file: LengthsFile,
     turn: "Future[None]",
     after: "Future[None]",
@@ -116,15 +115,15 @@ def _write(
     Shares take places in the file in `turn`; how many items the ones before have is not known
     earlier."""
     try:
-        tables = read()
+        blocks = read()
         turn.result()
-        places = [file.place(lengths) for lengths in tables]
+        places = [file.place(records) for records in blocks]
     except BaseException as error:
         after.set_exception(error)
         raise
     after.set_result(None)
-    for lengths, place in zip(tables, places, strict=True):
-        file.put(lengths, place)
+    for records, place in zip(blocks, places, strict=True):
+        file.put(records, place)
 
 
 def _part_details(

@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,18 +34,49 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 """The columns of lengths, as planning maps them."""
 
 # Aligned, since numpy takes twice as long to gather numbers that are not.
-_OF_SAMPLES = np.dtype(
+OF_SAMPLES = np.dtype(
     [(name, COLUMNS[name]) for name in ("item_offsets", "loss_tokens")], align=True
 )
-_OF_ITEMS = np.dtype(
+OF_ITEMS = np.dtype(
     [(n, kind) for n, kind in COLUMNS.items() if n.startswith("item_") and n != "item_offsets"],
     align=True,
 )
-_SECTIONS = (COLUMNS["llm_tokens"], _OF_SAMPLES, _OF_ITEMS)
+_SECTIONS = (COLUMNS["llm_tokens"], OF_SAMPLES, OF_ITEMS)
 _SIZE = struct.Struct("<Q")
 _HEAD_BYTES = 128
 _ALIGNMENT_BYTES = 64
 _BLOCK_ROWS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthRecords:
+    """The lengths of some samples as they lie in the file, but for their items, which begin at 0:
+    `llm_tokens` int32[n], `samples` OF_SAMPLES[n], `items` OF_ITEMS[m]."""
+
+    llm_tokens: NDArray[np.int32]
+    samples: NDArray[Any]
+    items: NDArray[Any]
+
+    @staticmethod
+    def room(samples: int, items: int) -> "LengthRecords":
+        """For so many."""
+        # Zeros, as what lies between aligned fields is written too: nothing else of this process.
+        return LengthRecords(
+            llm_tokens=np.empty(samples, _SECTIONS[0]),
+            samples=np.zeros(samples, OF_SAMPLES),
+            items=np.zeros(items, OF_ITEMS),
+        )
+
+    @staticmethod
+    def of(lengths: LengthTable) -> "LengthRecords":
+        """The same samples, with the frames of all their items."""
+        records = LengthRecords.room(len(lengths), len(lengths.item_modality))
+        records.llm_tokens[:] = lengths.llm_tokens
+        records.samples["item_offsets"] = lengths.item_offsets[:-1]
+        records.samples["loss_tokens"] = lengths.loss_tokens
+        for name in OF_ITEMS.names or ():
+            records.items[name] = getattr(lengths, name)
+        return records
 
 
 class Place(NamedTuple):
@@ -55,14 +87,14 @@ class Place(NamedTuple):
 
 
 class LengthsFile:
-    """Writes the lengths of so many `samples`, table by table. Nothing of them stays in memory."""
+    """Writes the lengths of so many `samples`, some at a time. Nothing of them stays in memory."""
 
     def __init__(self, samples: int, folder: str | None = None) -> None:
         """The file lies in `folder`, see `unnamed_file`. Raises OSError where it cannot be made."""
         self._samples = samples
         self._tokens_at = _HEAD_BYTES
         self._samples_at = _aligned(self._tokens_at + samples * _SECTIONS[0].itemsize)
-        self._items_at = _aligned(self._samples_at + (samples + 1) * _OF_SAMPLES.itemsize)
+        self._items_at = _aligned(self._samples_at + (samples + 1) * OF_SAMPLES.itemsize)
         self._rows = self._items = 0
         self._descriptor = unnamed_file(folder)
 
@@ -70,42 +102,34 @@ class LengthsFile:
         """Let the file go, unless `finish` handed it on."""
         os.close(self._descriptor)
 
-    def write(self, lengths: LengthTable) -> None:
-        """Append the lengths of some samples, with the frames of all their items. Raises OSError
-        where the disk is full."""
-        self.put(lengths, self.place(lengths))
+    def write(self, records: LengthRecords) -> None:
+        """Append the lengths of some samples. Raises OSError where the disk is full."""
+        self.put(records, self.place(records))
 
-    def place(self, lengths: LengthTable) -> Place:
+    def place(self, records: LengthRecords) -> Place:
         """Where these lengths belong, if all that come before them have had their places."""
         place = Place(self._rows, self._items)
-        self._rows += len(lengths)
-        self._items += len(lengths.item_modality)
+        self._rows += len(records.samples)
+        self._items += len(records.items)
         return place
 
-    def put(self, lengths: LengthTable, place: Place) -> None:
-        """Write lengths to their place: several at once, from several threads. Raises as `write`
-        does."""
-        # Zeros, as what lies between aligned fields is written too: nothing else of this process.
-        of_samples = np.zeros(len(lengths), _OF_SAMPLES)
-        np.add(lengths.item_offsets[:-1], place.item, out=of_samples["item_offsets"])
-        of_samples["loss_tokens"] = lengths.loss_tokens
-        of_items = np.zeros(len(lengths.item_modality), _OF_ITEMS)
-        for name in _OF_ITEMS.names or ():
-            of_items[name] = getattr(lengths, name)
-        llm_tokens = np.ascontiguousarray(lengths.llm_tokens, _SECTIONS[0])
-        self._put(llm_tokens, self._tokens_at, place.row)
-        self._put(of_samples, self._samples_at, place.row)
-        self._put(of_items, self._items_at, place.item)
+    def put(self, records: LengthRecords, place: Place) -> None:
+        """Write lengths to their place, by which their items count from then on: several at once,
+        from several threads. Raises as `write` does."""
+        records.samples["item_offsets"] += place.item
+        self._put(records.llm_tokens, self._tokens_at, place.row)
+        self._put(records.samples, self._samples_at, place.row)
+        self._put(records.items, self._items_at, place.item)
 
     def finish(self) -> int:
         """A descriptor of the file, which the caller closes. Nothing can be written after that.
         Raises ValueError where other than the stated samples were written."""
         if self._rows != self._samples:
             raise ValueError(f"it has {self._rows:,} samples in place of {self._samples:,}")
-        end = np.zeros(1, _OF_SAMPLES)
+        end = np.zeros(1, OF_SAMPLES)
         end["item_offsets"] = self._items
         self._put(end, self._samples_at, self._rows)
-        os.ftruncate(self._descriptor, self._items_at + self._items * _OF_ITEMS.itemsize)
+        os.ftruncate(self._descriptor, self._items_at + self._items * OF_ITEMS.itemsize)
         counts = self._samples, self._samples + 1, self._items
         head = [(n, kind.itemsize) for n, kind in zip(counts, _SECTIONS, strict=True)]
         text = json.dumps(head).encode().ljust(_HEAD_BYTES - _SIZE.size)
@@ -124,7 +148,7 @@ def write_lengths(lengths: LengthTable, folder: str | None = None) -> int:
     when it cannot be written."""
     with closing(LengthsFile(len(lengths), folder)) as file:
         for block in _blocks_of(lengths):
-            file.write(block)
+            file.write(LengthRecords.of(block))
         return file.finish()
 
 
@@ -148,7 +172,7 @@ def map_lengths(descriptor: int) -> tuple[LengthTable, mmap.mmap]:
         llm_tokens=llm_tokens,
         item_offsets=samples["item_offsets"],
         loss_tokens=samples["loss_tokens"][:-1],
-        **{name: items[name] for name in _OF_ITEMS.names or ()},
+        **{name: items[name] for name in OF_ITEMS.names or ()},
     )
     return lengths, mapped
 

@@ -1,79 +1,121 @@
 """The lengths of a row group of an index's part, packed into one cell of it.
 
-    form │ bytes of each column's numbers │ rows │ items │ columns, each from a multiple of 4 bytes
+    form │ bytes of a number │ samples │ items │ one column behind the other
 
-Arrow takes ten times as long to read the same numbers as columns of lists. A column's numbers have
-as many bytes as its largest needs: of pictures, 13 bytes a sample in all.
+Arrow takes ten times as long to read the same numbers as columns of lists. A number has two bytes
+where all of the cell fit: of pictures, 16 bytes a sample in all.
 """
 
 import struct
 from typing import Any
 
 import numpy as np
+from numba import from_dtype, types
 from numpy.typing import NDArray
 
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable
+from dataservice.sources.kernels import kernel
+from dataservice.sources.lengths_file import OF_ITEMS, OF_SAMPLES, LengthRecords
+from dataservice.sources.sound_lengths import (
+    ITEMS,
+    SOUND,
+    TOGETHER,
+    require_none_wrong,
+    wrong_item,
+    wrong_sample,
+)
 
 _FORM = 1
-_OF_ROWS = ("llm_tokens", "loss_tokens", "items")
-_OF_ITEMS = (
-    "item_modality",
-    "item_encoder_tokens",
-    "item_llm_tokens",
-    "item_position",
-    "item_frames",
-)
-_COLUMNS = (*_OF_ROWS, *_OF_ITEMS)
-_HEAD = struct.Struct(f"<I{len(_COLUMNS)}B2I")
-_KINDS: dict[int, Any] = {1: np.uint8, 2: np.dtype("<u2"), 4: np.dtype("<i4")}
-_ALIGNMENT_BYTES = 4
+_HEAD = struct.Struct("<4I")
+_OF_A_SAMPLE = 3  # llm_tokens, loss_tokens, how many items
+_OF_AN_ITEM = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position",
+               "item_frames")  # fmt: skip
+_KINDS: dict[int, Any] = {2: np.dtype("<u2"), 4: np.dtype("<i4")}
 
 
 def pack_lengths(lengths: LengthTable) -> bytes:
     """These lengths, with the frames of all their items, none of them negative."""
-    columns = [_numbers(lengths, name) for name in _COLUMNS]
-    narrow = [column.astype(_KINDS[_bytes_of(column)]) for column in columns]
-    widths = [column.itemsize for column in narrow]
-    head = _HEAD.pack(_FORM, *widths, len(lengths), len(lengths.item_modality))
-    return b"".join(map(_padded, (head, *(column.tobytes() for column in narrow))))
+    columns = [lengths.llm_tokens, lengths.loss_tokens, np.diff(lengths.item_offsets)]
+    columns += [np.asarray(getattr(lengths, name)) for name in _OF_AN_ITEM]
+    largest = max(int(column.max(initial=0)) for column in columns)
+    kind = _KINDS[2 if largest < 2**16 else 4]
+    head = _HEAD.pack(_FORM, kind.itemsize, len(lengths), len(lengths.item_modality))
+    numbers = b"".join([column.astype(kind).tobytes() for column in columns])
+    return head + numbers + b"\0" * (-len(numbers) % 4)
 
 
-def unpack_lengths(cell: memoryview) -> LengthTable | None:
-    """What was packed; None where another release packed it. Raises ValueError where `cell` is
-    damaged; the numbers themselves are not checked, nor that items add up."""
+def unpack_lengths(cell: memoryview, limits: DecodeLimits) -> LengthRecords | None:
+    """What was packed, checked; None where another release packed it. Raises ValueError where the
+    cell is damaged, or the lengths could not be in an index of ours."""
     if len(cell) < _HEAD.size:
         raise ValueError("a cell of lengths that is cut short")
-    form, *widths, rows, items = _HEAD.unpack_from(cell)
+    form, each_bytes, samples, items = _HEAD.unpack_from(cell)
     if form != _FORM:
         return None
-    counts = [rows] * len(_OF_ROWS) + [items] * len(_OF_ITEMS)
-    columns: dict[str, NDArray[Any]] = {}
-    at = _aligned(_HEAD.size)
-    for name, width, count in zip(_COLUMNS, widths, counts, strict=True):
-        if width not in _KINDS or at + width * count > len(cell):
-            raise ValueError("a cell of lengths that is cut short")
-        columns[name] = np.frombuffer(cell, dtype=_KINDS[width], count=count, offset=at)
-        at += _aligned(width * count)
-    offsets = np.zeros(rows + 1, np.int64)
-    np.cumsum(columns.pop("items").astype(np.int64), out=offsets[1:])
-    modality = columns.pop("item_modality").astype(np.int8)
-    wide = {name: column.astype(np.int32) for name, column in columns.items()}
-    return LengthTable(item_offsets=offsets, item_modality=modality, **wide)
+    count = _OF_A_SAMPLE * samples + len(_OF_AN_ITEM) * items
+    if each_bytes not in _KINDS or _HEAD.size + count * each_bytes > len(cell):
+        raise ValueError("a cell of lengths that is cut short")
+    numbers = np.frombuffer(cell, _KINDS[each_bytes], count, _HEAD.size)
+    records = LengthRecords.room(samples, items)
+    require_none_wrong(
+        _unpack(
+            np.require(numbers, requirements="A"),
+            limits.max_llm_tokens,
+            records.llm_tokens,
+            records.samples,
+            records.items,
+        )
+    )
+    return records
 
 
-def _numbers(lengths: LengthTable, name: str) -> NDArray[Any]:
-    column = np.diff(lengths.item_offsets) if name == "items" else getattr(lengths, name)
-    return np.asarray(column)
+def _signature(number: Any) -> tuple[Any, ...]:
+    numbers = types.Array(number, 1, "C", readonly=True)
+    samples, items = (types.Array(from_dtype(kind), 1, "C") for kind in (OF_SAMPLES, OF_ITEMS))
+    return numbers, types.int64, types.int32[::1], samples, items
 
 
-def _bytes_of(column: NDArray[Any]) -> int:
-    largest = int(column.max(initial=0))
-    return 1 if largest < 2**8 else 2 if largest < 2**16 else 4
-
-
-def _padded(data: bytes) -> bytes:
-    return data.ljust(_aligned(len(data)), b"\0")
-
-
-def _aligned(size: int) -> int:
-    return size + -size % _ALIGNMENT_BYTES
+@kernel(_signature(types.uint16), _signature(types.int32))
+def _unpack(
+    numbers: NDArray[Any],
+    most_tokens: int,
+    llm_tokens: NDArray[np.int32],
+    of_samples: Any,
+    of_items: Any,
+) -> int:
+    """Fills the records. Returns what is wrong with the first sample that is not sound."""
+    samples, items = llm_tokens.size, of_items.size
+    encoder = _OF_A_SAMPLE * samples + items  # after the modalities
+    behind = np.int64(0)
+    for row in range(samples):
+        tokens, loss = np.int64(numbers[row]), np.int64(numbers[samples + row])
+        wrong = wrong_sample(tokens, loss, most_tokens)
+        if wrong != SOUND:
+            return wrong
+        llm_tokens[row] = tokens
+        of_samples[row].item_offsets = behind
+        of_samples[row].loss_tokens = loss
+        last = behind + np.int64(numbers[2 * samples + row])
+        if not behind <= last <= items:
+            return ITEMS
+        left = tokens
+        for k in range(np.uint64(behind), np.uint64(last)):
+            modality, encoder_tokens = numbers[encoder - items + k], numbers[encoder + k]
+            own = np.int64(numbers[encoder + items + k])
+            place = np.int64(numbers[encoder + 2 * items + k])
+            frames = numbers[encoder + 3 * items + k]
+            wrong = wrong_item(modality, encoder_tokens, own, place, frames, tokens)
+            if wrong != SOUND:
+                return wrong
+            left -= own
+            item = of_items[k]
+            item.item_modality = modality
+            item.item_encoder_tokens = encoder_tokens
+            item.item_llm_tokens = own
+            item.item_position = place
+            item.item_frames = frames
+        if left < 0:
+            return TOGETHER
+        behind = last
+    return SOUND if behind == items else ITEMS

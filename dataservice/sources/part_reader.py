@@ -25,15 +25,16 @@ from dataservice.sources.index_part import (
     SCHEMA,
 )
 from dataservice.sources.length_columns import lengths_of
+from dataservice.sources.lengths_file import LengthRecords
 from dataservice.sources.manifest import AGAIN, PartRecord
 from dataservice.sources.packed_lengths import pack_lengths, unpack_lengths
 from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
+from dataservice.sources.sound_lengths import require_sound_lengths
 from dataservice.sources.soundness import (
     require_bounded,
     require_listed_alike,
     require_schema,
     require_sound,
-    require_sound_lengths,
 )
 
 _ROW_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, LOSS_WEIGHT]
@@ -64,7 +65,7 @@ def read_part(
             lengths = lengths_of(table)
             require_sound(table, lengths, limits)
             if PACKED in whole.schema.names:
-                _require_same(whole[PACKED], lengths)
+                _require_same(whole[PACKED], lengths, limits)
             digest.add(table)
             found += table.num_rows
             yield table, lengths
@@ -76,7 +77,7 @@ def read_part(
 
 def part_lengths(
     folder: IndexFolder, record: PartRecord, limits: DecodeLimits
-) -> list[Callable[[], Sequence[LengthTable]]]:
+) -> list[Callable[[], Sequence[LengthRecords]]]:
     """Shares of a part's lengths, one behind the other; each reads its own. Their values are
     checked, and the part's rows and columns; neither its headers before Arrow reads them, nor its
     digests: read it in a process that may die, and by `read_part` before anything of it is kept.
@@ -96,7 +97,7 @@ class _PartLengths:
         self._folder, self._record, self._limits = folder, record, limits
         self._footer: pq.FileMetaData | None = None  # takes longer to be read than a share
 
-    def read(self, share: int, shares: int) -> Sequence[LengthTable]:
+    def read(self, share: int, shares: int) -> Sequence[LengthRecords]:
         name = part_name(self._record.file.name)
         with _in_words(self._folder, name), self._folder.open(name) as stream:
             part = pq.ParquetFile(_arrow_file(stream), metadata=self._footer)
@@ -104,20 +105,22 @@ class _PartLengths:
                 self._footer = _with_rows(part, self._folder, name, self._record).metadata
             begin, end = (part.num_row_groups * k // shares for k in (share, share + 1))
             groups = range(begin, end)
-            tables = _packed(part, groups) or [_lengths_alone(part, groups)]
-            for lengths in tables:
-                require_sound_lengths(lengths, self._limits)
-            return tables
+            packed = _packed(part, groups, self._limits)
+            return packed or [_lengths_alone(part, groups, self._limits)]
 
 
-def _lengths_alone(part: pq.ParquetFile, groups: range) -> LengthTable:
+def _lengths_alone(part: pq.ParquetFile, groups: range, limits: DecodeLimits) -> LengthRecords:
     """The lengths of these row groups by their own columns."""
     table = part.read_row_groups(list(groups), columns=_LENGTHS_ALONE, use_threads=False)
     require_listed_alike(table)
-    return lengths_of(table)
+    lengths = lengths_of(table)
+    require_sound_lengths(lengths, limits)
+    return LengthRecords.of(lengths)
 
 
-def _packed(part: pq.ParquetFile, groups: range) -> list[LengthTable] | None:
+def _packed(
+    part: pq.ParquetFile, groups: range, limits: DecodeLimits
+) -> list[LengthRecords] | None:
     """The packed lengths of each of these row groups; None where another release wrote them."""
     if PACKED not in part.schema_arrow.names:
         return None
@@ -126,21 +129,21 @@ def _packed(part: pq.ParquetFile, groups: range) -> list[LengthTable] | None:
     for group in groups:
         rows = part.metadata.row_group(group).num_rows
         if rows:
-            lengths = unpack_lengths(memoryview(cells[row].as_buffer() or b""))
-            if lengths is None:
+            records = unpack_lengths(memoryview(cells[row].as_buffer() or b""), limits)
+            if records is None:
                 return None
-            if len(lengths) != rows:
-                raise ValueError(f"it packs {len(lengths):,} rows of the {rows:,} of a row group")
-            found.append(lengths)
+            if len(records.samples) != rows:
+                raise ValueError(f"it packs lengths of other than the {rows:,} rows of a group")
+            found.append(records)
             row += rows
     return found
 
 
-def _require_same(cells: Any, lengths: LengthTable) -> None:
+def _require_same(cells: Any, lengths: LengthTable, limits: DecodeLimits) -> None:
     """Raises ValueError where the first of a row group's cells packs other lengths than these."""
     if len(cells):
         first = cells[0].as_buffer() or b""
-        if unpack_lengths(memoryview(first)) is not None and first != pack_lengths(lengths):
+        if unpack_lengths(memoryview(first), limits) and first != pack_lengths(lengths):
             raise ValueError("it packs other lengths than it has")
 
 

@@ -10,7 +10,6 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numba import types
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SourceError
@@ -24,8 +23,8 @@ from dataservice.sources.index_part import (
     ROWS_PER_GROUP,
     SCHEMA,
 )
-from dataservice.sources.kernels import kernel
 from dataservice.sources.rows_digest import LOSS_WEIGHT
+from dataservice.sources.sound_lengths import require_sound_lengths
 
 _ITEM_LISTS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
 _SPAN_LISTS = ("span_name", "span_offset_bytes", "span_size_bytes")
@@ -82,102 +81,6 @@ def require_listed_alike(table: pa.Table) -> None:
         counts = [_counts(table[name]) for name in lists]
         alike = all(np.array_equal(counts[0], each) for each in counts)
         _require(alike, f"lists that differ in length: {', '.join(lists)}")
-
-
-def require_sound_lengths(
-    lengths: LengthTable, limits: DecodeLimits, rows: range | None = None
-) -> None:
-    """Raises ValueError when lengths, or those of some neighbouring `rows`, could not be in an
-    index of ours. O(rows + items), some nanoseconds each; other threads run meanwhile."""
-    frames = lengths.item_frames
-    rows = range(len(lengths)) if rows is None else rows
-    wrong = _first_wrong(
-        rows.start,
-        rows.stop,
-        lengths.llm_tokens,
-        lengths.loss_tokens,
-        lengths.item_offsets,
-        lengths.item_modality,
-        lengths.item_encoder_tokens,
-        lengths.item_llm_tokens,
-        lengths.item_position,
-        _NO_FRAMES if frames is None else frames,
-        limits.max_llm_tokens,
-    )
-    _require(wrong == _SOUND, _WRONG[wrong])
-
-
-_NO_FRAMES = np.zeros(0, np.int32)
-_SOUND, _TOKENS, _LOSS, _ITEMS, _MODALITY, _ENCODER, _FRAMES, _PLACE, _TOGETHER = range(9)
-_WRONG = (
-    "sound lengths",
-    "llm_tokens out of range",
-    "loss_tokens out of range",
-    "columns that speak of different items",
-    "an unknown modality",
-    "encoder_tokens out of range",
-    "frames out of range",
-    "items out of their sample",
-    "more tokens of items than of the sample",
-)
-_FIRST_MODALITY, _LAST_MODALITY = int(min(Modality)), int(max(Modality))
-
-
-def _column(number: Any) -> Any:
-    return types.Array(number, 1, "A", readonly=True)  # it may be a field of records
-
-
-@kernel(
-    (
-        *(types.int64,) * 2,
-        *(_column(types.int32),) * 2,
-        _column(types.int64),
-        _column(types.int8),
-        *(_column(types.int32),) * 4,
-        types.int64,
-    )
-)
-def _first_wrong(
-    begin: int,
-    end: int,
-    llm_tokens: NDArray[np.int32],
-    loss_tokens: NDArray[np.int32],
-    item_offsets: NDArray[np.int64],
-    item_modality: NDArray[np.int8],
-    item_encoder_tokens: NDArray[np.int32],
-    item_llm_tokens: NDArray[np.int32],
-    item_position: NDArray[np.int32],
-    item_frames: NDArray[np.int32],
-    most_tokens: int,
-) -> int:
-    """What is wrong with the first of these samples that is not sound. Nothing outside of the
-    columns is read, whatever they say."""
-    rows, items = llm_tokens.size, item_modality.size
-    if item_offsets.size != rows + 1 or item_offsets[0] != 0 or item_offsets[rows] != items:
-        return _ITEMS
-    for row in range(begin, min(end, rows)):
-        tokens, first, last = np.int64(llm_tokens[row]), item_offsets[row], item_offsets[row + 1]
-        if not 1 <= tokens <= most_tokens:
-            return _TOKENS
-        if not 0 <= loss_tokens[row] <= tokens:
-            return _LOSS
-        if not 0 <= first <= last <= items:
-            return _ITEMS
-        left = tokens
-        for k in range(np.uint64(first), np.uint64(last)):
-            if not _FIRST_MODALITY <= item_modality[k] <= _LAST_MODALITY:
-                return _MODALITY
-            if item_encoder_tokens[k] < 1:
-                return _ENCODER
-            if item_frames.size and item_frames[k] < 0:
-                return _FRAMES
-            own, place = np.int64(item_llm_tokens[k]), np.int64(item_position[k])
-            if own < 1 or place < 0 or place + own > tokens:
-                return _PLACE
-            left -= own
-        if left < 0:
-            return _TOGETHER
-    return _SOUND
 
 
 def _require_shapes(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -> None:

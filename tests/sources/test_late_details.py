@@ -24,7 +24,7 @@ from dataservice.sources.catalog_handover import take_over_details, take_over_le
 from dataservice.sources.index import build_index
 from dataservice.sources.index_part import LENGTH_COLUMNS, PACKED
 from dataservice.sources.late_details import FETCHED_KEPT, LateDetails
-from dataservice.sources.soundness import require_sound_lengths
+from dataservice.sources.sound_lengths import require_sound_lengths
 
 ROWS_PER_GROUP = 4
 LENGTHS = ("llm_tokens", "loss_tokens", "item_offsets", "item_modality", "item_encoder_tokens",
