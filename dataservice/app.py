@@ -166,12 +166,15 @@ async def start_service(
         _stop_in_thread(started, ending, "what opens jobs", opener.close)
         tell("starting the process that opens jobs")
         # From a thread that lives on: the kernel kills the processes when their parent thread ends.
-        await in_opening(opener.start)
-        secret = shared_secret(config)
-        pool = make_pool(config, secret, serve_worker)
-        started.push_async_callback(pool.stop)
-        tell(_starts_workers(config))
-        await pool.start()
+        opening = in_opening.begin(opener.start)
+        try:  # meanwhile, as both wait for processes that load libraries
+            secret = shared_secret(config)
+            pool = make_pool(config, secret, serve_worker)
+            started.push_async_callback(pool.stop)
+            tell(_starts_workers(config))
+            await pool.start()
+        finally:
+            await opening
         # One thread: a team's order waits at most for one pack of another team to be written.
         writers = FairThreads("writing orders", threads=1, teams=lambda: config.teams)
         started.callback(writers.close)

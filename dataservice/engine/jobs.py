@@ -169,7 +169,9 @@ class JobTable:
             record = job.record
             setup = job.setups.get(record.spec_version)
             if setup is None:
-                opened = await self._openings.run(team_of(record.name), self._open_job, record)
+                opened = await self._openings.run_registered(
+                    team_of(record.name), partial(self._open_job, record)
+                )
                 setup = await in_store(with_changes, opened, self._store, cost_model)
             if not job.restored:
                 last = await in_store(self._store.last_attempt, record.name)
@@ -462,7 +464,7 @@ class JobTable:
             return
         if job.checking is None or job.checking.done():
             job.checking = detach(
-                self._openings.run(team_of(job.record.name), setup.require_current)
+                self._openings.run_registered(team_of(job.record.name), setup.require_current)
             )
         await asyncio.shield(job.checking)
 

@@ -35,25 +35,34 @@ class Openings:
         self, team: str, work: Callable[Given, Result], *args: Given.args, **more: Given.kwargs
     ) -> Result:
         """The result of a team's `work`, which is not cancelled with its caller once begun. Raises
-        what the work raises, and QuotaError where too many jobs of the team wait already."""
+        what the work raises, and QuotaError where too many calls of the team wait already."""
         if self._waiting[team] >= MOST_WAITING:
             raise QuotaError(
                 f"{MOST_WAITING} jobs of this team wait to be opened, and no more may. Try again "
                 "once they are."
             )
         self._waiting[team] += 1
-        return await asyncio.shield(detach(self._run(team, partial(work, *args, **more))))
+        return await self._begun(team, partial(work, *args, **more), counted=True)
 
-    async def _run(self, team: str, work: Callable[[], Result]) -> Result:
+    async def run_registered(self, team: str, work: Callable[[], Result]) -> Result:
+        """The same for a job that is registered, whose openings take turns: as many may wait as the
+        team has jobs, as they do when a service starts again under all their ranks."""
+        return await self._begun(team, work, counted=False)
+
+    async def _begun(self, team: str, work: Callable[[], Result], *, counted: bool) -> Result:
+        return await asyncio.shield(detach(self._run(team, work, counted)))
+
+    async def _run(self, team: str, work: Callable[[], Result], counted: bool) -> Result:
         try:
             async with self._own_turn[team], self._free:
                 if self._closed:
                     raise ConflictError("the service is stopping. Ask again once it is back.")
                 return await in_opening(work)
         finally:
-            self._waiting[team] -= 1
-            if not self._waiting[team]:
-                del self._waiting[team]
+            if counted:
+                self._waiting[team] -= 1
+                if not self._waiting[team]:
+                    del self._waiting[team]
 
     def close(self) -> None:
         """Begin nothing any more. Does not wait for what has begun."""

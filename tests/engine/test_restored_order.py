@@ -53,3 +53,22 @@ async def test_a_job_that_a_rank_asks_for_does_not_wait_behind_the_others():
     await coordinator.restored()
     assert sorted(opened) == [record.name for record in store.jobs()]
     await coordinator.stop()
+
+
+async def test_ranks_of_all_jobs_may_wait_at_once():
+    """A service starts again under more jobs of one team than may be submitted at a time."""
+    held, setup = threading.Event(), make_setup(samples=40)
+
+    def open_job(record: JobRecord) -> JobSetup:
+        assert held.wait(LIMIT_S)
+        return replace(setup, record=record)
+
+    store = that_ran(teams=1, jobs=MOST_WAITING + 6)
+    coordinator = make_coordinator(store, Books(), open_job=open_job)
+    await coordinator.start()
+    jobs = [record.name for record in store.jobs()]
+    ranks = [asyncio.create_task(open_all(coordinator, job=name)) for name in jobs]
+    await asyncio.sleep(0.1)  # until all wait
+    held.set()
+    await asyncio.gather(*ranks)
+    await coordinator.stop()
