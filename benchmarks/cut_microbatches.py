@@ -104,7 +104,7 @@ def microbatches_of(
 def microbatches(shard: ShardColumns) -> tuple[Microbatch, ...]:
     """The microbatches of a replica, idle waves included. Raises ValueError where the columns
     contradict each other."""
-    given = {"waves": shard.waves, "phases": len(Modality) * shard.waves, "rings": shard.rings}
+    given = {"waves": shard.waves, "phases": len(Modality) * shard.waves}
     of = read_all(SHARD, shard.columns, given)
     phases = _phases(of, shard.replicas)
     members, samples, items = (

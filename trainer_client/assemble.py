@@ -60,7 +60,7 @@ def assemble_shard(
         rank=shard.rank,
         replica=shard.replica,
         cursor_after=shard.cursor_after,
-        plan=plan_summary(shard, rows.ring_packs, summary_of),
+        plan=plan_summary(shard, rows.rings, summary_of),
         microbatches=microbatches,
         size_bytes=sum(part.size_bytes for part in parts.values()),
     )
@@ -85,7 +85,7 @@ class _naming:
 
 def plan_summary(
     shard: coordinator_pb2.RankShard,
-    ring_packs: tuple[int, ...],
+    rings: Mapping[int, int],
     summary_of: SummaryOf | None = None,
 ) -> PlanSummary:
     """The plan of the whole step; its groups are looked up when they are first read."""
@@ -105,7 +105,9 @@ def plan_summary(
             came = _groups(shard.summary, digest)
         waves, stages = came.waves, came.stages
     else:
-        waves = stages = LaterGroups(ask, wave_count=shard.columns.waves, ring_packs=ring_packs)
+        waves = stages = LaterGroups(
+            ask, wave_count=shard.columns.waves, ring_count=shard.columns.rings, rings=rings
+        )
     return PlanSummary(
         digest=digest,
         replicas=shard.columns.replicas,
@@ -192,7 +194,6 @@ class _Rows:
         self.shard = shard
         self.of = of = read_shard(shard.columns)
         self.replicas = int(shard.columns.replicas)
-        self.ring_packs = tuple(of["ring_pack"].tolist())
         self.phase_parts, self.part_rows = _cuts(of["phase_parts"]), _cuts(of["part_items"])
         self.sends, self.receives = _cuts(of["phase_sends"]), _cuts(of["phase_receives"])
         cuts = (_cuts(of[name]) for name in ("wave_degree", "wave_samples", "wave_items"))
@@ -211,6 +212,20 @@ class _Rows:
                 zip(packs, members, *cuts, strict=True)
             )
         ]
+        self.rings = self._rings()
+
+    def _rings(self) -> dict[int, int]:
+        """By pack that others share, its number among all such packs of the step."""
+        numbers = self.of["wave_ring"].tolist() or [-1] * len(self.waves)
+        shared = [len(wave.cp_group) > 1 for wave in self.waves]
+        found = {wave.pack: k for wave, k in zip(self.waves, numbers, strict=True) if k >= 0}
+        most = int(self.shard.columns.rings)
+        if [k >= 0 for k in numbers] != shared or any(k >= most for k in found.values()):
+            raise ValueError(
+                f"the packs that replica {self.shard.replica} shares have the numbers {numbers}, "
+                f"of {most} in the step"
+            )
+        return found
 
     def _group(self, wave: int, replicas: Sequence[int], member: int) -> tuple[int, ...]:
         if not 0 <= member < len(replicas) or replicas[member] != self.shard.replica:

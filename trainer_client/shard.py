@@ -122,14 +122,20 @@ class PlanGroups:
 
 
 class LaterGroups:
-    """The groups of a large step, which the service is asked for when they are first read; their
-    `wave_count` and `ring_packs` are known before."""
+    """The groups of a large step, which the service is asked for when they are first read. Known
+    before are `wave_count`, `ring_count`, and of this rank's packs the `rings`."""
 
     def __init__(
-        self, ask: Callable[[], PlanGroups], *, wave_count: int, ring_packs: tuple[int, ...]
+        self,
+        ask: Callable[[], PlanGroups],
+        *,
+        wave_count: int,
+        ring_count: int,
+        rings: Mapping[int, int],
     ) -> None:
         self.wave_count = wave_count
-        self.ring_packs = ring_packs
+        self.ring_count = ring_count
+        self.rings = rings
         self._ask = ask
         self._asking = threading.Lock()
         self._found: PlanGroups | None = None
@@ -171,9 +177,9 @@ class PlanSummary:
     were masked while decoding are still counted. `weighted_loss_tokens` is the sum of the
     `loss_weights` of the same tokens, None where all of them weigh 1.
 
-    `waves`, `stages`, `groups` and `degrees` are of all ranks. Those of a large step do not come
-    with the shard: the first to read them asks the service, so the dataset must be open then, and
-    what a call raises is raised.
+    `waves`, `stages`, `groups`, `degrees` and `ring_packs` are of all ranks. Those of a large step
+    do not come with the shard: the first to read them asks the service, so the dataset must be open
+    then, and what a call raises is raised.
     """
 
     digest: str
@@ -192,11 +198,23 @@ class PlanSummary:
         return waves.wave_count if isinstance(waves, LaterGroups) else len(waves)
 
     @property
-    def ring_packs(self) -> tuple[int, ...]:
-        """The packs that several replicas share, in execution order."""
+    def ring_count(self) -> int:
+        """How many packs of the step several replicas share."""
+        waves: tuple[Wave, ...] | LaterGroups = self.__dict__["waves"]
+        return waves.ring_count if isinstance(waves, LaterGroups) else len(self.ring_packs)
+
+    @property
+    def rings(self) -> Mapping[int, int]:
+        """By pack that several replicas share, its number among all such packs of the step, the
+        same on each of them. Of a large step, this rank's packs alone."""
         waves: tuple[Wave, ...] | LaterGroups = self.__dict__["waves"]
         if isinstance(waves, LaterGroups):
-            return waves.ring_packs
+            return waves.rings
+        return {pack: number for number, pack in enumerate(self.ring_packs)}
+
+    @property
+    def ring_packs(self) -> tuple[int, ...]:
+        """The packs that several replicas share, in execution order."""
         return tuple(group.pack for group in self.groups if group.degree > 1)
 
     @property

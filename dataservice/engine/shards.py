@@ -15,7 +15,6 @@ import numpy as np
 from dataservice_proto.columns import SHARD, SHARD_FIELDS, TICKET, packed
 from numpy.typing import NDArray
 
-from dataservice.core.field_bytes import BYTES, fields, head_of
 from dataservice.core.layout import counts_between, expanded, sample_starts
 from dataservice.core.orders import EVERYTHING, ShardColumns, WantedParts
 from dataservice.core.plan import StepPlan
@@ -35,7 +34,7 @@ from dataservice.planning.routes import (
 Array = NDArray[Any]
 _PHASES = len(Modality)
 # The columns of a shard that differ by replica.
-_SHARD_COLUMNS = tuple(column.name for column in SHARD if column.name != "ring_pack")
+_SHARD_COLUMNS = tuple(column.name for column in SHARD)
 # The columns of what is encoded and exchanged: ranks without tokens and media have no part in it.
 _OF_PHASES = tuple(
     column.name
@@ -44,7 +43,6 @@ _OF_PHASES = tuple(
 )
 # The columns of a ticket but for who holds what.
 _TICKET_COLUMNS = tuple(column.name for column in TICKET if not column.name.endswith("_worker"))
-_RINGS_HEAD = {"ring_pack": head_of(SHARD_FIELDS["ring_pack"], BYTES)}
 _OF_WAVES = tuple(name for name in _SHARD_COLUMNS if name not in _OF_PHASES)
 
 
@@ -52,9 +50,9 @@ _OF_WAVES = tuple(name for name in _SHARD_COLUMNS if name not in _OF_PHASES)
 class StepParts:
     """A plan, ready to be cut: the columns of all replicas end to end. `written` are the columns as
     fields of a message: of each replica those of what it has of each wave, and those of what is
-    encoded and exchanged, and once the packs with rings. `ticket` are the columns of tickets but
-    for who holds what, and `ticket_begins` int64[N+1] where in each the rows of each replica begin,
-    in bytes.
+    encoded and exchanged. `rings` is how many packs are shared by several. `ticket` are the columns
+    of tickets but for who holds what, and `ticket_begins` int64[N+1] where in each the rows of each
+    replica begin, in bytes.
 
     `fetched` int32 are the packs that each replica fetches: of replica r, those of its sequences
     from `fetched_begins[2 * r]` on, and those that it encodes parts of from
@@ -63,7 +61,6 @@ class StepParts:
 
     plan: StepPlan
     rings: int
-    ring_pack: bytes
     shard: "_Cuts"
     written: "_Written"
     ticket: Mapping[str, bytes]
@@ -86,12 +83,10 @@ class _Cuts(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """Columns as fields: of each replica those of its waves and of its phases, and once the packs
-    with rings."""
+    """Columns as fields: of each replica those of its waves and of its phases."""
 
     waves: list[bytes]
     phases: list[bytes]
-    rings: bytes
 
 
 class _Rows(Mapping[str, bytes]):
@@ -106,8 +101,7 @@ class _Rows(Mapping[str, bytes]):
 
     def _all(self) -> dict[str, bytes]:
         if self._cut is None:
-            cut = self._parts.shard.of(self._replica) | dict.fromkeys(self._left_out, b"")
-            self._cut = cut | {"ring_pack": self._parts.ring_pack}
+            self._cut = self._parts.shard.of(self._replica) | dict.fromkeys(self._left_out, b"")
         return self._cut
 
     def __getitem__(self, name: str) -> bytes:
@@ -141,18 +135,14 @@ def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
             column = columns[name] = b"" if values is None else packed(values)
             rows = group.begins[-1]
             begins[name] = group.begins * (len(column) // rows if rows else 0)
-    rings = np.flatnonzero(plan.pack_degree > 1)
-    ring_pack = packed(rings)
     fetched, fetched_begins = _in_turn(sequences, encoded[1])
     return StepParts(
         plan=plan,
-        rings=len(rings),
-        ring_pack=ring_pack,
+        rings=int((plan.pack_degree > 1).sum()),
         shard=_Cuts(columns, {name: begins[name] for name in _SHARD_COLUMNS}),
         written=_Written(
             waves=_fields(_OF_WAVES, columns, begins),
             phases=_fields(_OF_PHASES, columns, begins),
-            rings=b"".join(fields(_RINGS_HEAD, {"ring_pack": ring_pack})),
         ),
         ticket={name: columns[name] for name in _TICKET_COLUMNS},
         ticket_begins={name: begins[name] for name in _TICKET_COLUMNS},
@@ -193,11 +183,7 @@ def columns_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING)
         replicas=plan.replicas,
         rings=parts.rings,
         columns=_Rows(parts, replica, () if encodes else _OF_PHASES),
-        written=(
-            written.waves[replica],
-            written.phases[replica] if encodes else b"",
-            written.rings,
-        ),
+        written=(written.waves[replica], written.phases[replica] if encodes else b""),
     )
 
 
@@ -254,6 +240,9 @@ def _waves(
     # An idle replica is alone in its group: its own number stands behind the groups of the plan.
     pool = np.concatenate([plan.pack_replicas, np.arange(plan.replicas)])
     alone = len(plan.pack_replicas) + replica
+    ring = None
+    if (plan.pack_degree > 1).any():
+        ring = np.where(degree > 1, np.cumsum(plan.pack_degree > 1)[pack] - 1, -1)
     return [
         _Columns(
             np.arange(plan.replicas + 1) * plan.waves,
@@ -264,6 +253,7 @@ def _waves(
                 "wave_degree": degree,
                 "wave_samples": samples,
                 "wave_items": items,
+                "wave_ring": ring,
             },
         ),
         _Columns(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 1
+VERSION = 2
 RECEIPTS_VERSION = 1  # of RECEIPTS, which pass between workers and coordinator alone
 
 _WIDTHS = (1, 2, 4, 8)
@@ -77,13 +77,14 @@ SHARD = (
     Column("receive_row", "phase_receives"),
     Column("receive_rows", "phase_receives"),
     Column("receive_source", "phase_receives"),
-    Column("ring_pack", "rings"),
+    Column("wave_ring", "waves", optional=True),
 )
-"""A replica's part of a step: `waves` and `rings` are given, and `phases` is twice as many as the
-waves. The packs with rings are those of the whole step."""
+"""A replica's part of a step: `waves` is given, and `phases` is twice as many. The packs that
+several replicas share are counted through the step, and `wave_ring` has the number of each wave's,
+-1 where its pack is nobody else's."""
 
 SHARD_FIELDS = {column.name: 4 + place for place, column in enumerate(SHARD[:-1])}
-SHARD_FIELDS["ring_pack"] = 40  # behind their number
+SHARD_FIELDS["wave_ring"] = 41  # behind how many there are in the step
 """The numbers of the fields of a ShardColumns, by column."""
 
 TICKET = (
@@ -236,7 +237,7 @@ def read_shard(message: Any) -> dict[str, NDArray[Any]]:
             "Install the client of the service's release"
         )
     waves = int(message.waves)
-    given = {"waves": waves, "phases": 2 * waves, "rings": int(message.rings)}
+    given = {"waves": waves, "phases": 2 * waves}
     return read_all(SHARD, columns_of(message, SHARD), given)
 
 

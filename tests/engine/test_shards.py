@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from dataservice_proto.columns import SHARD, read_all
 
 from benchmarks.cut_microbatches import Microbatch, PackItems, microbatches_of
 from dataservice.core.cursor import Cursor
@@ -12,7 +13,7 @@ from dataservice.core.plan import StepPlan
 from dataservice.core.sample import Modality
 from dataservice.core.topology import Topology
 from dataservice.engine.planner import plan_step
-from dataservice.engine.shards import cut_step
+from dataservice.engine.shards import columns_of, cut_step
 from tests.engine.support import make_setup
 
 
@@ -121,3 +122,35 @@ def test_every_replica_has_one_microbatch_in_every_wave():
         groups = {shard[wave].cp_group for shard in shards}
         members = [replica for group in groups for replica in group]
         assert sorted(members) == list(range(6))
+
+
+def test_what_a_rank_is_told_does_not_grow_with_the_ranks_of_a_step_of_rings():
+    told = {}
+    for ranks in (16, 64, 128):
+        setup = make_setup(samples=4000, batch=12 * ranks, memory_tokens=110)
+        plan = plan_step(setup, Cursor(), Topology(world_size=ranks)).plan
+        assert (plan.pack_degree > 1).sum() > ranks
+        parts = cut_step(plan)
+        shards = [columns_of(parts, replica) for replica in range(ranks)]
+        told[ranks] = np.mean([len(b"".join(shard.written)) for shard in shards])
+    assert told[128] < 1.5 * told[16]
+
+
+def test_packs_that_several_share_have_the_same_number_on_each_and_no_two_have_one():
+    setup = make_setup(samples=600, batch=96, memory_tokens=110)
+    plan = plan_step(setup, Cursor(), Topology(world_size=8)).plan
+    parts = cut_step(plan)
+    number_of: dict[int, int] = {}
+    for replica in range(8):
+        shard = columns_of(parts, replica)
+        given = {"waves": plan.waves, "phases": 2 * plan.waves}
+        rows = read_all(SHARD, shard.columns, given)
+        assert shard.rings == (plan.pack_degree > 1).sum()
+        for pack, degree, ring in zip(
+            rows["wave_pack"], rows["wave_degree"], rows["wave_ring"], strict=True
+        ):
+            assert (ring >= 0) == (degree > 1)
+            if ring >= 0:
+                assert number_of.setdefault(int(pack), int(ring)) == ring
+    assert sorted(number_of.values()) == list(range(int((plan.pack_degree > 1).sum())))
+    assert sorted(number_of, key=number_of.__getitem__) == sorted(number_of)

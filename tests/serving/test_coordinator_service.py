@@ -111,7 +111,7 @@ from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 channel = grpc.insecure_channel(sys.argv[1])
 stub = coordinator_pb2_grpc.CoordinatorStub(channel)
 request = coordinator_pb2.OpenSessionRequest(
-    columns=1, job="vlm", rank=1, world_size=2, client="c:2"
+    columns=2, job="vlm", rank=1, world_size=2, client="c:2"
 )
 call = stub.OpenSession(request)
 print(next(call).session, flush=True)

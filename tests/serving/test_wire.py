@@ -344,7 +344,7 @@ def test_what_was_written_for_all_ranks_is_what_each_one_has(make, wanted):
 
 
 def test_a_ticket_of_another_release_is_refused():
-    with pytest.raises(SpecError, match=r"version 0, and version 1 is read here\. Run one release"):
+    with pytest.raises(SpecError, match=r"version 0, and version 2 is read here\. Run one release"):
         wire_packs.ticket_from_proto(worker_pb2.Ticket())
 
 
@@ -384,7 +384,7 @@ def test_a_summary_shows_every_group_of_the_step(make):
         ({"key_bytes": b"\xff\x01"}, "texts of 0 bytes came as"),
         ({"keys": b"k"}, "bytes came as 1 bytes"),
         ({"team_weight": 0.0}, r"weight 0.0 and limit 1.0; both must be above 0"),
-        ({"version": 3}, "columns of version 3; this worker reads version 1. Run one release"),
+        ({"version": 3}, "columns of version 3; this worker reads version 2. Run one release"),
     ],
 )
 def test_orders_of_another_release_or_that_contradict_themselves_are_refused(

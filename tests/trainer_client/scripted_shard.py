@@ -86,14 +86,12 @@ class ScriptedShard:
         """As the service sends it."""
         message = coordinator_pb2.RankShard()
         message.CopyFrom(self.head)
-        rings = np.flatnonzero(np.array(self.summary["pack_degree"]) > 1)
         message.columns.MergeFrom(
             coordinator_pb2.ShardColumns(
                 version=self.version,
                 waves=self.waves,
                 replicas=self.replicas,
-                rings=len(rings),
-                ring_pack=packed(rings),
+                rings=sum(degree > 1 for degree in self.summary["pack_degree"]),
                 **{**self._columns(), **self.spoil},
             )
         )
@@ -110,7 +108,9 @@ class ScriptedShard:
         sends = [self._sends(phase) for phase in phases]
         receives = [self._receives(phase) for phase in phases]
         weights = [weight for mb in mbs for weight in mb.loss_weights]
+        shared = [pack for pack, k in enumerate(self.summary["pack_degree"]) if k > 1]
         made = {
+            "wave_ring": [shared.index(mb.pack) if mb.pack in shared else -1 for mb in mbs],
             "wave_pack": [mb.pack for mb in mbs],
             "wave_seconds": [float(mb.seconds) for mb in mbs],
             "wave_member": [mb.cp_rank for mb in mbs],

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from dataservice_proto.columns import packed
 
 from trainer_client import MalformedShard
 from trainer_client.assemble import assemble_shard
@@ -104,6 +105,18 @@ def short_column(shard):
     shard.summary["pack_tokens"].pop()
 
 
+def ring_of_others(shard):
+    shard.spoil["wave_ring"] = packed([1, -1])
+
+
+def ring_alone(shard):
+    shard.spoil["wave_ring"] = packed([0, 0])
+
+
+def ring_unknown(shard):
+    shard.spoil["wave_ring"] = b""
+
+
 def other_columns(shard):
     shard.version = 4
 
@@ -126,7 +139,10 @@ def other_summary(shard):
         (busy_twice, r"wave 0 names the replicas \[0, 0, 1\]"),
         (no_such_wave, "pack 1 is in wave 2"),
         (short_column, "column pack_tokens has 1 bytes for 2 rows"),
-        (other_columns, "columns are of version 4, and version 1 is read here. Install the client"),
+        (ring_of_others, r"have the numbers \[1, -1\], of 1 in the step"),
+        (ring_alone, r"have the numbers \[0, 0\], of 1 in the step"),
+        (ring_unknown, r"have the numbers \[-1, -1\], of 1 in the step"),
+        (other_columns, "columns are of version 4, and version 2 is read here. Install the client"),
         (other_summary, "the groups of plan 'stray', version 0, came for plan 'digest-0'"),
     ],
 )
@@ -146,14 +162,15 @@ def test_groups_that_did_not_come_along_are_asked_for_once_and_when_they_are_rea
         return scripted.summary_message()
 
     shard = assemble_shard(scripted.message(), parts_of_rank_0(service), summary_of=ask)
-    assert (shard.plan.wave_count, shard.plan.ring_packs, shard.plan.predicted_s) == (2, (0,), 0.75)
+    plan = shard.plan
+    assert (plan.wave_count, plan.ring_count, plan.rings, plan.predicted_s) == (2, 1, {0: 0}, 0.75)
     assert asked == []
     assert shard.plan.degrees == (2, 1)
     assert [stage.stage for stage in shard.plan.stages] == ["pack"]
     assert asked == [True]
     copied = pickle.loads(pickle.dumps(shard.plan))
     assert copied == shard.plan
-    assert (copied.wave_count, copied.ring_packs) == (2, (0,))
+    assert (copied.wave_count, copied.ring_packs, copied.rings) == (2, (0,), {0: 0})
 
 
 def test_items_that_are_fewer_than_the_ticket_names_are_refused(service):

@@ -15,7 +15,7 @@ or else when the replicas next communicate.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ def seconds_by_phase(
 
     Collective over ``everyone``, whose members all run ``chunks`` model chunks of ``plan``.
     """
-    return _Comparison(spent, _places(plan, chunks), everyone).seconds_by_phase()
+    return _Comparison(spent, plan, everyone, chunks=chunks).seconds_by_phase()
 
 
 class StepTimes:
@@ -110,7 +110,7 @@ class StepTimes:
     def _compare(self) -> None:
         if not self._comparing:  # else posting it has just asked for what was deferred
             self._comparing = True
-            self._comparison = _Comparison(self.spent, _places(self._plan, 1), self._everyone)
+            self._comparison = _Comparison(self.spent, self._plan, self._everyone)
 
 
 def _phase_of(name: str) -> str:
@@ -128,24 +128,27 @@ def _places(plan: PlanSummary, chunks: int) -> list[Place]:
     waves = [
         Place(m, wave, d) for wave in range(plan.wave_count) for m in MODALITIES for d in directions
     ]
-    packs = [
-        Place(LLM, pack, direction, chunk)
-        for pack in plan.ring_packs
+    rings = [
+        Place(LLM, ring, direction, chunk)
+        for ring in range(plan.ring_count)
         for direction in directions
         for chunk in range(chunks)
     ]
-    return [START, END, *waves, *packs]
+    return [START, END, *waves, *rings]
 
 
 class _Comparison:
-    """The least seconds that any replica spent at each place where one was, on their way."""
+    """The least seconds that any replica spent at each place where one was, on their way. A pack
+    is compared by its number among those that several replicas share."""
 
-    def __init__(self, spent: Spent, places: Sequence[Place], everyone: PeerGroup) -> None:
-        self._spent = spent
-        own = dict.fromkeys(places, math.inf)
+    def __init__(
+        self, spent: Spent, plan: PlanSummary, everyone: PeerGroup, *, chunks: int = 1
+    ) -> None:
+        self._spent, self._rings = spent, plan.rings
+        own = dict.fromkeys(_places(plan, chunks), math.inf)
         for (_, place), seconds in spent.items():
             if isinstance(place, Place):
-                own[place] = seconds
+                own[self._compared(place)] = seconds
         self._places = list(own)
         with everyone.aside():
             least = to_device(list(own.values()), everyone.device)
@@ -159,7 +162,12 @@ class _Comparison:
         }
         phases = dict.fromkeys(PHASES, 0.0)
         for (phase, place), seconds in self._spent.items():
+            if isinstance(place, Place):
+                place = self._compared(place)
             work_s = min(seconds, least.get(place, seconds))
             phases[_phase_of(phase)] += work_s
             phases[WAITING] += seconds - work_s
         return phases
+
+    def _compared(self, place: Place) -> Place:
+        return place._replace(number=self._rings[place.number]) if place.kind == LLM else place

@@ -1484,7 +1484,7 @@ class ShardColumns(_message.Message):
     RECEIVE_ROWS_FIELD_NUMBER: _builtins.int
     RECEIVE_SOURCE_FIELD_NUMBER: _builtins.int
     RINGS_FIELD_NUMBER: _builtins.int
-    RING_PACK_FIELD_NUMBER: _builtins.int
+    WAVE_RING_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     waves: _builtins.int
     replicas: _builtins.int
@@ -1539,8 +1539,9 @@ class ShardColumns(_message.Message):
     receive_rows: _builtins.bytes
     receive_source: _builtins.bytes
     rings: _builtins.int
-    """Of the whole step: the packs that several replicas share."""
-    ring_pack: _builtins.bytes
+    """packs of the whole step that several replicas share"""
+    wave_ring: _builtins.bytes
+    """of each wave, its pack's number among them, -1: none; empty: all none"""
     def __init__(
         self,
         *,
@@ -1583,11 +1584,11 @@ class ShardColumns(_message.Message):
         receive_rows: _builtins.bytes = ...,
         receive_source: _builtins.bytes = ...,
         rings: _builtins.int = ...,
-        ring_pack: _builtins.bytes = ...,
+        wave_ring: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "item_grid", b"item_grid", "item_kind", b"item_kind", "item_modality", b"item_modality", "item_seconds", b"item_seconds", "item_start", b"item_start", "item_tokens", b"item_tokens", "part_items", b"part_items", "part_pack", b"part_pack", "phase_parts", b"phase_parts", "phase_receives", b"phase_receives", "phase_sends", b"phase_sends", "place", b"place", "place_first", b"place_first", "place_grid", b"place_grid", "place_kind", b"place_kind", "place_of", b"place_of", "place_seconds", b"place_seconds", "place_stop", b"place_stop", "receive_row", b"receive_row", "receive_rows", b"receive_rows", "receive_source", b"receive_source", "replicas", b"replicas", "ring_pack", b"ring_pack", "rings", b"rings", "sample_id", b"sample_id", "sample_padded", b"sample_padded", "sample_tokens", b"sample_tokens", "sample_weight", b"sample_weight", "send_row", b"send_row", "send_rows", b"send_rows", "send_target", b"send_target", "version", b"version", "wave_degree", b"wave_degree", "wave_items", b"wave_items", "wave_member", b"wave_member", "wave_pack", b"wave_pack", "wave_samples", b"wave_samples", "wave_seconds", b"wave_seconds", "waves", b"waves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "item_grid", b"item_grid", "item_kind", b"item_kind", "item_modality", b"item_modality", "item_seconds", b"item_seconds", "item_start", b"item_start", "item_tokens", b"item_tokens", "part_items", b"part_items", "part_pack", b"part_pack", "phase_parts", b"phase_parts", "phase_receives", b"phase_receives", "phase_sends", b"phase_sends", "place", b"place", "place_first", b"place_first", "place_grid", b"place_grid", "place_kind", b"place_kind", "place_of", b"place_of", "place_seconds", b"place_seconds", "place_stop", b"place_stop", "receive_row", b"receive_row", "receive_rows", b"receive_rows", "receive_source", b"receive_source", "replicas", b"replicas", "rings", b"rings", "sample_id", b"sample_id", "sample_padded", b"sample_padded", "sample_tokens", b"sample_tokens", "sample_weight", b"sample_weight", "send_row", b"send_row", "send_rows", b"send_rows", "send_target", b"send_target", "version", b"version", "wave_degree", b"wave_degree", "wave_items", b"wave_items", "wave_member", b"wave_member", "wave_pack", b"wave_pack", "wave_ring", b"wave_ring", "wave_samples", b"wave_samples", "wave_seconds", b"wave_seconds", "waves", b"waves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
