@@ -124,6 +124,7 @@ class AttemptLoop:
         self._tally = BudgetTally(attempt.job, setup.budgets, files_of=setup.catalog.files)
         self._again: dict[int, asyncio.Task[ReadyStep]] = {}
         self._summaries: dict[int, StepSummary] = {}
+        self._summing: dict[int, asyncio.Task[StepSummary]] = {}
         self._running: set[asyncio.Future[Any]] = set()
         self._releasing = 0
         self._next_step = attempt.start.step
@@ -217,11 +218,22 @@ class AttemptLoop:
         known = self._summaries.get(step)
         if known is not None:
             return known
-        cursor = await in_store(self._records.cursor, step)
-        if cursor is None:
-            raise NotFoundError(self._never_handed_out(step))
-        planning = partial(self._records.summary, self._setup, cursor)
-        return await self._planners.run(self._attempt.job, planning)
+        if step not in self._summing:
+            self._summing[step] = detach(self._summed_again(step))
+        return await asyncio.shield(self._summing[step])
+
+    async def _summed_again(self, step: int) -> StepSummary:
+        """The same of a step that is not kept, planned again once for all ranks that ask."""
+        try:
+            cursor = await in_store(self._records.cursor, step)
+            if cursor is None:
+                raise NotFoundError(self._never_handed_out(step))
+            planning = partial(self._records.summary, self._setup, cursor)
+            summary = await self._planners.run(self._attempt.job, planning)
+            self._keep_summary(step, summary)
+            return summary
+        finally:
+            del self._summing[step]
 
     async def commit(
         self,
@@ -373,15 +385,15 @@ class AttemptLoop:
         planning = partial(self._records.plan, self._setup, cursor, self._ports.shares(job))
         made = await self._planners.run(job, planning)
         if made is not None:
-            self._keep_summary(made)
+            self._keep_summary(made.planned.plan.step, made.common.summary)
             await self._written(partial(self._records.record, made))
         return made
 
-    def _keep_summary(self, made: MadeStep) -> None:
+    def _keep_summary(self, step: int, summary: StepSummary) -> None:
         """Ranks may ask for it while they train the step, which has left the window then."""
-        self._summaries[made.planned.plan.step] = made.common.summary
+        self._summaries[step] = summary
         while len(self._summaries) > SUMMARIES_KEPT:
-            del self._summaries[min(self._summaries)]
+            del self._summaries[next(iter(self._summaries))]
 
     # ---- what ranks have, and ask for -----------------------------------------------------
 

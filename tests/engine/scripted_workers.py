@@ -1,7 +1,8 @@
 """Workers that die, fall silent, are slow, refuse and lose packs, as a test tells them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from dataservice.core.orders import (
 )
 from dataservice.core.plan import StepPlan
 from dataservice.core.ports import NoMetrics, WorkerInfo
+from dataservice.core.receipts import PackAnswers
 from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.placement import DispatchedStep
@@ -41,6 +43,7 @@ class Workers(OneByOne):
         self.refuses: set[str] = set()
         self.decode_s = 0.0  # what they tell of each pack
         self.ordered: list[tuple[str, PackKey]] = []
+        self.calls: list[str] = []  # the worker of each call, whatever it orders
         self.replaced: list[str] = []
         self.asked = 0
         self.outages: tuple[StorageOutage, ...] = ()  # what each tells
@@ -96,6 +99,14 @@ class Workers(OneByOne):
     ) -> None: ...
 
     # ---- core.ports.WorkerLink
+
+    async def order(
+        self, worker: WorkerInfo, orders: Sequence[PackOrder]
+    ) -> AsyncGenerator[PackAnswers, None]:
+        self.calls.append(worker.worker)
+        async with aclosing(super().order(worker, orders)) as answers:
+            async for each in answers:
+                yield each
 
     async def prepare(self, worker: WorkerInfo, order: PackOrder) -> PackReceipt:
         self.ordered.append((worker.worker, order.key))

@@ -18,7 +18,9 @@ from dataservice.core.errors import (
 from dataservice.core.orders import RankShard, WantedParts
 from dataservice.core.tickets import check_ticket, parts_at, prove
 from dataservice.core.topology import ReplicaLayout
+from dataservice.engine import loop, records
 from dataservice.engine.api import EndOfData
+from dataservice.engine.planner import plan_step
 from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
 from tests.engine.support import make_coordinator, make_setup
 from tests.ledger import ledger_of
@@ -147,6 +149,32 @@ async def test_a_restarted_coordinator_gives_the_same_plans(store, books):
     await whole.stop()
     assert digests == expected[:6]
     assert again == expected[3:]
+
+
+async def test_the_groups_of_an_old_step_are_planned_once_more_for_all_who_ask(
+    store, books, monkeypatch
+):
+    planned: list[Cursor] = []
+
+    def counted(setup, cursor, *more):
+        planned.append(cursor)
+        return plan_step(setup, cursor, *more)
+
+    monkeypatch.setattr(loop, "SUMMARIES_KEPT", 4)
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator)
+    shards = await train(coordinator, sessions, 0, 10)
+    monkeypatch.setattr(records, "plan_step", counted)
+    asking = [coordinator.summary(sessions[k % 2].session, 2) for k in range(20)]
+    found = await asyncio.gather(*asking)
+    assert {each.plan_digest for each in found} == {shards[2].plan_digest}
+    await coordinator.summary(sessions[0].session, 2)
+    assert [cursor.step for cursor in planned].count(2) == 1
+    for _ in range(2):
+        with pytest.raises(NotFoundError, match="step 99"):
+            await coordinator.summary(sessions[0].session, 99)
+    await coordinator.stop()
 
 
 async def test_a_resumed_attempt_takes_up_where_its_checkpoint_was(store, books):

@@ -40,6 +40,7 @@ async def test_packs_are_spread_by_work_and_a_released_step_leaves_nothing(
     await until(lambda: ready(step))
     assert {name for name, _ in workers.ordered} == set(workers.infos)
     assert len(workers.ordered) == PLAN.packs
+    assert sorted(workers.calls) == sorted(workers.infos)  # one for all packs of each
     holders = await held_by(dispatcher, step, 0, PACKS)
     assert all(ORDERS[p].key in workers.held[holders[p].worker] for p in PACKS)
     await dispatcher.release(step, received=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.scale.made_job import made_setup
 from dataservice.core.content import SAMPLE_DIGEST
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import LedgerEntry
@@ -17,9 +18,14 @@ from dataservice.core.order_columns import FEW_SAMPLES
 from dataservice.core.ports import Catalog, NoMetrics
 from dataservice.core.receipts import PackReceipts
 from dataservice.core.team import TeamShare
+from dataservice.core.topology import Topology
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.delivered import Delivered
+from dataservice.engine.pack_orders import pack_orders
+from dataservice.engine.planner import plan_step
 from dataservice.engine.records import AttemptRecords, MadeStep
+from dataservice.engine.shards import columns_of, cut_step
+from dataservice.serving.wire_packs import pack_orders_to_proto
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.support import make_setup
 
@@ -183,3 +189,29 @@ async def test_a_small_step_is_planned_in_few_calls() -> None:
     plan()  # kernels are compiled, and what a job has once is made
     assert calls_of(plan) <= MOST_CALLS
     assert steps[-1].orders.written_soon
+
+
+def calls_from_draw_to_wire(samples: int) -> int:
+    """Of a step of so many, in as many packs, for 8 ranks and 4 workers."""
+    setup = made_setup(samples, samples, memory_tokens=samples * 12)
+    topology = Topology(world_size=8)
+
+    def made() -> None:
+        planned = plan_step(setup, Cursor(), topology)
+        assert planned is not None
+        plan = planned.plan
+        items = setup.catalog.item_details(plan.sample_ids)
+        parts = cut_step(plan, items.notes)
+        orders = pack_orders(plan, setup.catalog, job="job", digest="d", pipeline="{}")
+        for share in orders.shared_out(range(k, len(orders), 4) for k in range(4)):
+            assert pack_orders_to_proto(share).ByteSize()
+        for replica in range(8):
+            assert columns_of(parts, replica).written
+
+    made()  # kernels are compiled
+    return calls_of(made)
+
+
+def test_a_step_of_more_samples_takes_no_more_calls_from_draw_to_wire() -> None:
+    few, many = (calls_from_draw_to_wire(samples) for samples in (1_000, 16_000))
+    assert many < few + 1_000
