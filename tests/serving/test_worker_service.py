@@ -22,7 +22,7 @@ from dataservice.core.errors import (
     WorkerLostError,
 )
 from dataservice.core.index_orders import IndexOrder, IndexProgress
-from dataservice.core.order_columns import PackOrders
+from dataservice.core.order_columns import FEW_SAMPLES, PackOrders
 from dataservice.core.orders import (
     BadSample,
     Holdings,
@@ -32,6 +32,7 @@ from dataservice.core.orders import (
     UnitRange,
 )
 from dataservice.core.ports import WorkerInfo
+from dataservice.engine.fair_threads import FairThreads
 from dataservice.serving import wire_packs, worker_link, worker_servicer
 from dataservice.serving.channels import Keepalive
 from dataservice.serving.server import serve_worker
@@ -467,6 +468,36 @@ async def test_orders_and_answers_that_no_message_holds_come_in_several(make, li
     with pytest.raises(SpecError, match=r"has 5,000 samples, .* takes at most 4,194,304"):
         await prepared(link, info, with_keys(make.order(samples=5000, shapes=()), 1000))
     await served.stop()
+
+
+@pytest.mark.parametrize(("samples", "in_a_thread"), [(FEW_SAMPLES, False), (1000, True)])
+async def test_orders_of_many_samples_are_written_in_a_thread(
+    make, monkeypatch, samples, in_a_thread
+):
+    written_in: list[str] = []
+    write = wire_packs.pack_orders_to_proto
+
+    def noted(orders):
+        written_in.append(threading.current_thread().name)
+        return write(orders)
+
+    monkeypatch.setattr(wire_packs, "pack_orders_to_proto", noted)
+    served = await serve_worker(
+        MaskingHost(), worker=make.worker, listen="127.0.0.1:0", secret=make.secret, grace_s=0.0
+    )
+    info = WorkerInfo(worker=make.worker, address=served.address, slots=1)
+    writers = FairThreads("writing orders", threads=1)
+    link = GrpcWorkerLink(make.secret, threads=writers)
+    try:
+        orders = PackOrders.of([make.order(samples=samples, shapes=())])
+        orders = replace(orders, samples=orders.columns())
+        assert [answers async for answers in link.order(info, orders)]
+    finally:
+        await link.close()
+        writers.close()
+        await served.stop()
+    loop = threading.current_thread().name
+    assert [name != loop for name in written_in] == [in_a_thread]
 
 
 @pytest.mark.parametrize(("key_bytes", "reason"), [(20, "é" * 2000), (1000, "é" * 500)])
