@@ -1,5 +1,6 @@
 """What a rank's seconds went to: the phases of its plan, and waiting told apart from work."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from tests.trainer_client.runtime.random_steps import (
 )
 from trainer_client.runtime import GroupPool, run_step
 from trainer_client.runtime.phases import END, PHASES, START, Place, seconds_by_phase
-from trainer_client.shard import Group, PlanSummary, Wave
+from trainer_client.shard import Group, LaterGroups, PlanSummary, Wave
 
 
 def test_the_phases_that_a_rank_reports_are_those_that_its_plan_predicts():
@@ -38,14 +39,33 @@ def two_waves() -> PlanSummary:
     )  # fmt: skip
 
 
+def nobody_asks():
+    raise AssertionError("the groups of a large step are not asked for to compare seconds")
+
+
+def large_step() -> PlanSummary:
+    """As `two_waves`, where a rank knows its own packs alone; their pack has another number among
+    all than among those that are shared."""
+    later = LaterGroups(nobody_asks, wave_count=2, ring_count=3, rings={7: 1})
+    return replace(two_waves(), waves=later, stages=later)
+
+
 def compared(rank, size):
+    return compared_in(two_waves(), 0, rank)
+
+
+def compared_in_a_large_step(rank, size):
+    return compared_in(large_step(), 7, rank)
+
+
+def compared_in(plan, pack, rank):
     """Seconds as if by a clock: the second replica comes late to all but the last exchange."""
     seconds = (
         {
             ("other", START): 3.0,
             ("vision_forward", None): 1.0,
             ("exchange", Place("vision", 0, "forward")): 5.0,
-            ("llm_forward", Place("llm", 0, "forward")): 4.0,
+            ("llm_forward", Place("llm", pack, "forward")): 4.0,
             ("llm_forward", None): 2.0,
             ("exchange", Place("audio", 1, "backward")): 1.0,
             ("gradients", END): 6.0,
@@ -55,18 +75,19 @@ def compared(rank, size):
             ("other", START): 1.0,
             ("vision_forward", None): 6.0,
             ("exchange", Place("vision", 0, "forward")): 2.0,
-            ("llm_forward", Place("llm", 0, "forward")): 3.0,
+            ("llm_forward", Place("llm", pack, "forward")): 3.0,
             ("llm_forward", None): 7.0,
             ("exchange", Place("audio", 1, "backward")): 3.0,
             ("gradients", END): 2.0,
         },
     )
     with GroupPool(timeout_s=60) as pool:
-        return seconds_by_phase(seconds[rank], two_waves(), pool.everyone)
+        return seconds_by_phase(seconds[rank], plan, pool.everyone)
 
 
-def test_whoever_comes_last_waits_for_nobody_and_the_others_wait_for_it(world):
-    first, second = (world(compared, 2)[rank] for rank in range(2))
+@pytest.mark.parametrize("work", [compared, compared_in_a_large_step])
+def test_whoever_comes_last_waits_for_nobody_and_the_others_wait_for_it(world, work):
+    first, second = (world(work, 2)[rank] for rank in range(2))
     assert first == {
         "vision": 1.0,
         "audio": 0.0,
