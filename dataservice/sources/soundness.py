@@ -20,6 +20,7 @@ from dataservice.sources.formats.parquet_pages import column_pages, require_allo
 from dataservice.sources.index_part import (
     ADDED_COLUMNS,
     ITEM_NOTES,
+    PACKED,
     ROWS_PER_GROUP,
     SCHEMA,
 )
@@ -53,6 +54,9 @@ def require_schema(found: pa.Schema) -> None:
             continue
         if place < 0 or not _alike(found.field(place).type, field.type):
             raise ValueError(f"it has no column {field.name!r} of {field.type}")
+    place = found.get_field_index(PACKED)
+    if place >= 0 and found.field(place).type != pa.binary():
+        raise ValueError(f"its column {PACKED!r} is of {found.field(place).type}, not binary")
 
 
 def require_sound(table: pa.Table, lengths: LengthTable, limits: DecodeLimits) -> None:

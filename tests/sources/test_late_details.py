@@ -294,6 +294,25 @@ def test_packed_lengths_that_are_damaged_are_refused_or_sound(index, tmp_path):
 
 
 @pytest.mark.parametrize("index", ["of this release"], indirect=True)
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        (lambda rows: pa.array(range(rows)), "of int64, not binary"),
+        (lambda rows: pa.nulls(rows, pa.binary()), "cut short"),
+        (lambda rows: pa.array([b"\1"] * rows), "cut short"),
+    ],
+)
+def test_a_column_that_packs_nothing_is_refused(index, tmp_path, cells, reason):
+    part = parts_of(tmp_path)[1]
+    table = pq.read_table(part).drop_columns([PACKED])
+    table = table.append_column(PACKED, cells(table.num_rows))
+    pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
+    for read in (index.found.rows.lengths, index.found.rows.details):
+        with pytest.raises(IndexStaleError, match=reason):
+            read()
+
+
+@pytest.mark.parametrize("index", ["of this release"], indirect=True)
 def test_lengths_that_another_release_packed_are_read_from_their_columns(index, tmp_path):
     known = index.found.read()
 
