@@ -50,6 +50,40 @@ async def test_packs_are_spread_by_work_and_a_released_step_leaves_nothing(
     assert dispatcher.load() == {}
 
 
+async def test_the_watch_leaves_a_step_alone_until_all_of_it_is_ordered(
+    dispatcher, workers, monkeypatch
+):
+    pause = asyncio.sleep
+
+    async def slowly(seconds: float) -> None:
+        """The watch looks several times between the orders to two workers."""
+        await pause(seconds or 5 * dispatch.TICK_S)
+
+    first = await dispatcher.dispatch(PLAN, ORDERS)  # from now on the watch looks
+    await until(lambda: ready(first))
+    workers.calls.clear()
+    workers.ordered.clear()
+    plan, orders = step_of(1)
+    monkeypatch.setattr(dispatch.asyncio, "sleep", slowly)
+    step = await dispatcher.dispatch(plan, orders)
+    await until(lambda: ready(step))
+    assert Counter(pack.pack for _, pack in workers.ordered) == dict.fromkeys(range(plan.packs), 1)
+    assert sorted(workers.calls) == sorted(workers.infos)
+
+
+async def test_packs_that_a_dead_worker_leaves_are_ordered_in_one_call_for_each_worker(
+    dispatcher, workers
+):
+    step = await dispatcher.dispatch(PLAN, ORDERS)
+    await until(lambda: ready(step))
+    left = sum("w0" in place.copies for place in step.placements)
+    workers.calls.clear()
+    workers.kill("w0", noticed=True)
+    await until(lambda: ready(step) and "w0" not in {*holders(step)})
+    assert left > len(workers.calls)
+    assert max(Counter(workers.calls).values()) == 1
+
+
 @pytest.mark.parametrize("noticed", [True, False])
 async def test_what_a_dead_worker_held_or_decoded_is_ordered_again(
     dispatcher, workers, counts, noticed
