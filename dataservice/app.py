@@ -145,8 +145,6 @@ async def start_service(
         watchdog = Watchdog(config.unwell_after_s)
         started.callback(watchdog.close)
         watchdog.watch("the state store", store.check)
-        tell("compiling the planner; a first start takes minutes, others seconds")
-        await in_opening(warm_up)
         metrics, endpoint = make_metrics(config, started, ending), None
         metrics.team_weights({name: team.weight for name, team in config.teams.items()})
         metrics.wanted_workers(config.workers)
@@ -167,7 +165,9 @@ async def start_service(
         tell("starting the process that opens jobs")
         # From a thread that lives on: the kernel kills the processes when their parent thread ends.
         opening = in_opening.begin(opener.start)
-        try:  # meanwhile, as both wait for processes that load libraries
+        try:  # meanwhile, as it waits for a process that loads libraries
+            tell("compiling the planner; a first start takes minutes, others seconds")
+            await in_opening(warm_up)
             secret = shared_secret(config)
             pool = make_pool(config, secret, serve_worker)
             started.push_async_callback(pool.stop)

@@ -12,8 +12,8 @@ import pytest
 
 STEPS = (
     "loading the planner, the codecs and Ray",
-    "compiling the planner",
     "starting the process that opens jobs",
+    "compiling the planner",
     "starting 1 worker",
     "taking up the jobs that are registered",
 )
