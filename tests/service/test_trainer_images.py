@@ -37,7 +37,7 @@ INSTALLED_WITHIN_S = 300
 
 # What the last change that is labelled WIRE brought into the protos: the first commit that has it
 # has the oldest client that this service must still serve.
-WIRE_BEGAN_WITH = "message PackOrders"
+WIRE_BEGAN_WITH = "bytes wave_ring"
 # What a coordinator asks its workers: these are of its own release, or told to be renewed.
 OF_ONE_RELEASE = {
     ("Worker", "Prepare"),
