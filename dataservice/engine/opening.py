@@ -42,27 +42,25 @@ class Openings:
                 "once they are."
             )
         self._waiting[team] += 1
-        return await self._begun(team, partial(work, *args, **more), counted=True)
+        opening = detach(self._run(team, partial(work, *args, **more)))
+        opening.add_done_callback(lambda _: self._no_longer_waits(team))
+        return await asyncio.shield(opening)
 
     async def run_registered(self, team: str, work: Callable[[], Result]) -> Result:
         """The same for a job that is registered, whose openings take turns: as many may wait as the
         team has jobs, as they do when a service starts again under all their ranks."""
-        return await self._begun(team, work, counted=False)
+        return await asyncio.shield(detach(self._run(team, work)))
 
-    async def _begun(self, team: str, work: Callable[[], Result], *, counted: bool) -> Result:
-        return await asyncio.shield(detach(self._run(team, work, counted)))
+    async def _run(self, team: str, work: Callable[[], Result]) -> Result:
+        async with self._own_turn[team], self._free:
+            if self._closed:
+                raise ConflictError("the service is stopping. Ask again once it is back.")
+            return await in_opening(work)
 
-    async def _run(self, team: str, work: Callable[[], Result], counted: bool) -> Result:
-        try:
-            async with self._own_turn[team], self._free:
-                if self._closed:
-                    raise ConflictError("the service is stopping. Ask again once it is back.")
-                return await in_opening(work)
-        finally:
-            if counted:
-                self._waiting[team] -= 1
-                if not self._waiting[team]:
-                    del self._waiting[team]
+    def _no_longer_waits(self, team: str) -> None:
+        self._waiting[team] -= 1
+        if not self._waiting[team]:
+            del self._waiting[team]
 
     def close(self) -> None:
         """Begin nothing any more. Does not wait for what has begun."""

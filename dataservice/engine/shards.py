@@ -240,9 +240,9 @@ def _waves(
     # An idle replica is alone in its group: its own number stands behind the groups of the plan.
     pool = np.concatenate([plan.pack_replicas, np.arange(plan.replicas)])
     alone = len(plan.pack_replicas) + replica
-    ring = None
-    if (plan.pack_degree > 1).any():
-        ring = np.where(degree > 1, np.cumsum(plan.pack_degree > 1)[pack] - 1, -1)
+    shared, ring = plan.pack_degree > 1, None
+    if shared.any():
+        ring = np.where(degree > 1, np.cumsum(shared)[pack] - 1, -1)
     return [
         _Columns(
             np.arange(plan.replicas + 1) * plan.waves,

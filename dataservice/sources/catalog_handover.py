@@ -39,8 +39,8 @@ from dataservice.sources.sound_lengths import require_sound_lengths
 from dataservice.sources.unnamed_file import unnamed_file
 
 PLACES_LOOKED_AT = 16  # of rows that were checked before
-CHECKED_ROWS = 100_000  # at once
-CHECKERS = 4
+_CHECKED_ROWS = 100_000  # at once
+_CHECKERS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,10 +164,10 @@ def take_over_details(catalog: IndexedCatalog, descriptor: int) -> None:
 
 def _require_sound(lengths: LengthTable, limits: DecodeLimits, places: int | None = None) -> None:
     """Raises ValueError unless all lengths are sound, or those at so many `places`."""
-    starts = range(0, len(lengths), CHECKED_ROWS)
+    starts = range(0, len(lengths), _CHECKED_ROWS)
     every = 1 if places is None else max(1, len(starts) // places)
-    with ThreadPoolExecutor(CHECKERS) as checkers:
-        checks = (range(first, first + CHECKED_ROWS) for first in starts[::every])
+    with ThreadPoolExecutor(_CHECKERS) as checkers:
+        checks = (range(first, first + _CHECKED_ROWS) for first in starts[::every])
         for _ in checkers.map(partial(require_sound_lengths, lengths, limits), checks):
             pass
 

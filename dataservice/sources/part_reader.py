@@ -141,10 +141,11 @@ def _packed(
 
 def _require_same(cells: Any, lengths: LengthTable, limits: DecodeLimits) -> None:
     """Raises ValueError where the first of a row group's cells packs other lengths than these."""
-    if len(cells):
-        first = cells[0].as_buffer() or b""
-        if unpack_lengths(memoryview(first), limits) and first != pack_lengths(lengths):
-            raise ValueError("it packs other lengths than it has")
+    if not len(cells):
+        return
+    first = cells[0].as_buffer() or b""
+    if first != pack_lengths(lengths) and unpack_lengths(memoryview(first), limits) is not None:
+        raise ValueError("it packs other lengths than it has")
 
 
 def read_part_rows(

@@ -144,11 +144,15 @@ class _Comparison:
     def __init__(
         self, spent: Spent, plan: PlanSummary, everyone: PeerGroup, *, chunks: int = 1
     ) -> None:
-        self._spent, self._rings = spent, plan.rings
+        rings = plan.rings
+        self._spent: list[tuple[str, Hashable, float]] = []
         own = dict.fromkeys(_places(plan, chunks), math.inf)
-        for (_, place), seconds in spent.items():
+        for (phase, place), seconds in spent.items():
             if isinstance(place, Place):
-                own[self._compared(place)] = seconds
+                if place.kind == LLM:
+                    place = place._replace(number=rings[place.number])
+                own[place] = seconds
+            self._spent.append((phase, place, seconds))
         self._places = list(own)
         with everyone.aside():
             least = to_device(list(own.values()), everyone.device)
@@ -161,13 +165,8 @@ class _Comparison:
             place: seconds for place, seconds in read if math.isfinite(seconds)
         }
         phases = dict.fromkeys(PHASES, 0.0)
-        for (phase, place), seconds in self._spent.items():
-            if isinstance(place, Place):
-                place = self._compared(place)
+        for phase, place, seconds in self._spent:
             work_s = min(seconds, least.get(place, seconds))
             phases[_phase_of(phase)] += work_s
             phases[WAITING] += seconds - work_s
         return phases
-
-    def _compared(self, place: Place) -> Place:
-        return place._replace(number=self._rings[place.number]) if place.kind == LLM else place
