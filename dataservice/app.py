@@ -26,9 +26,9 @@ from dataservice.core.errors import SpecError
 from dataservice.core.ports import WorkerPool
 from dataservice.core.private_files import others_may
 from dataservice.core.state_store import StateStore
+from dataservice.core.threads import CallThreads
 from dataservice.engine.coordinator import Coordinator
 from dataservice.engine.fair_threads import FairThreads
-from dataservice.engine.threads import in_opening
 from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.own_code import load_processors
 from dataservice.observability.diagnosis import diagnose
@@ -58,6 +58,7 @@ SECRET_BYTES = 32
 # Parts of `stop_within_s`; the pool of workers has a limit of its own.
 COORDINATOR_STOP_S = 10.0
 STOP_CALL_S = 5.0
+_in_starting = CallThreads("starting", 2)
 
 
 def make_access_control(config: ServiceConfig, started: contextlib.AsyncExitStack) -> AccessControl:
@@ -164,10 +165,10 @@ async def start_service(
         _stop_in_thread(started, ending, "what opens jobs", opener.close)
         tell("starting the process that opens jobs")
         # From a thread that lives on: the kernel kills the processes when their parent thread ends.
-        opening = in_opening.begin(opener.start)
+        opening = _in_starting.begin(opener.start)
         try:  # meanwhile, as it waits for a process that loads libraries
             tell("compiling the planner; a first start takes minutes, others seconds")
-            await in_opening(warm_up)
+            await _in_starting(warm_up)
             secret = shared_secret(config)
             pool = make_pool(config, secret, serve_worker)
             started.push_async_callback(pool.stop)
@@ -194,6 +195,7 @@ async def start_service(
             diagnose=diagnose,
             wanted_workers=config.workers,
             planning_threads=config.planning_threads,
+            opened_at_once=config.job_opening.at_once,
             troubles=watchdog.troubles,
             descriptors=descriptors,
         )

@@ -130,6 +130,9 @@ class OpeningLimits:
     shapes while it runs already; a step that is planned before that has its own read."""
     memory_bytes: int = 8 * 2**30
     """Memory of its own: of an index some row groups are in it while it is read."""
+    at_once: int = 4
+    """Jobs that are opened at the same time, each in such a process; with two or more no team has
+    all of them."""
     pipeline_cpu_s: float = 30.0
     """CPU seconds of loading the tokenizer and trying out the chat template."""
     pipeline_memory_bytes: int = 2**30
@@ -138,6 +141,8 @@ class OpeningLimits:
     def __post_init__(self) -> None:
         if min(self.timeout_s, self.pipeline_cpu_s) <= 0:
             raise SpecError("job_opening: timeout_s and pipeline_cpu_s must be above 0.")
+        if not 1 <= self.at_once <= 64:
+            raise SpecError(f"job_opening: at_once is {self.at_once}; it must be from 1 to 64.")
         if self.late_index_samples < 0:
             raise SpecError(
                 f"job_opening: late_index_samples is {self.late_index_samples:,}; it must be at "

@@ -55,6 +55,7 @@ from dataservice.engine.job_statistics import JobStatistics
 from dataservice.engine.jobs import JobTable, ReadJob
 from dataservice.engine.loop import AttemptLoop, LoopPorts
 from dataservice.engine.metrics_fan_out import fan_out
+from dataservice.engine.opening import Openings
 from dataservice.engine.planner import check_fits, find_without_room, in_order
 from dataservice.engine.progress import ProgressView
 from dataservice.engine.ready_bytes import ReadyBytes
@@ -102,12 +103,14 @@ class Coordinator:
         diagnose: Diagnose = lambda job, fleet: (),
         wanted_workers: int = 0,
         planning_threads: int = 2,
+        opened_at_once: int = 4,
         troubles: Callable[[], tuple[str, ...]] = tuple,
         descriptors: int | None = None,
     ) -> None:
         """`teams` gives the limits of the teams as they are now; `wanted_workers` is the number of
         workers that there should be; `diagnose` puts in words what can be seen of a job;
-        `planning_threads` is the number of steps planned at once; `troubles` tells what in the
+        `planning_threads` is the number of steps planned at once, `opened_at_once` that of jobs
+        opened; `troubles` tells what in the
         service itself does not work; `descriptors` is the number of files and sockets that this
         process may have open."""
         self._store = store
@@ -120,6 +123,7 @@ class Coordinator:
         self._fetchers = FairThreads(
             "fetching", threads=FETCHING_THREADS, teams=teams, for_all=False
         )
+        openings = Openings(at_once=opened_at_once, teams=teams)
         self._table = JobTable(
             store=store,
             read_job=read_job,
@@ -127,6 +131,7 @@ class Coordinator:
             restore=self._restore,
             metrics=self._metrics,
             planners=self._planners,
+            openings=openings,
         )
         self._dispatcher = Dispatcher(
             pool, link, on_receipts=self._table.note_receipts, metrics=self._metrics
@@ -160,7 +165,11 @@ class Coordinator:
         )
         self._progress = ProgressView(store)
         self._index_desk = IndexDesk(
-            pool=pool, link=link, read_sources=read_sources, shares=self._ports.shares
+            pool=pool,
+            link=link,
+            read_sources=read_sources,
+            shares=self._ports.shares,
+            openings=openings,
         )
         self._worker_admin = WorkerAdmin(pool, self._dispatcher)
         self._sessions: dict[str, Session] = {}
@@ -178,7 +187,6 @@ class Coordinator:
         """Stop every loop; the store keeps all that is needed to go on. Workers keep what they
         hold: they end with us, or serve it until a successor takes them over."""
         await self._worker_admin.stop()
-        self._index_desk.close()
         await self._progress.stop()
         await self._table.stop()
         self._dispatcher.let_be()

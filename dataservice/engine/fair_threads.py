@@ -66,6 +66,10 @@ class FairThreads:
         self._fill()
         return await future
 
+    def most_of(self, team: str) -> int:
+        """How many threads a team may have at once."""
+        return self._threads if team == NO_TEAM else max(1, self._threads - 1)
+
     def close(self) -> None:
         """Begin nothing more. What runs goes on to its end."""
         self._calls.close()
@@ -73,8 +77,7 @@ class FairThreads:
     def _note(self, name: str, team: _Team) -> None:
         """A team that has as many threads as it may counts as one without work, so that waiting
         for more earns it no credit."""
-        most = self._threads if name == NO_TEAM else max(1, self._threads - 1)
-        if team.waiting and team.running < most:
+        if team.waiting and team.running < self.most_of(name):
             self._shares.wants(name, weight=self._specs().get(name, TeamSpec()).weight)
         else:
             self._shares.rests(name)

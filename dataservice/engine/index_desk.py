@@ -59,13 +59,19 @@ class IndexDesk:
     """See the module's contract. Used on one event loop."""
 
     def __init__(
-        self, *, pool: WorkerPool, link: WorkerLink, read_sources: ReadSources, shares: Shares
+        self,
+        *,
+        pool: WorkerPool,
+        link: WorkerLink,
+        read_sources: ReadSources,
+        shares: Shares,
+        openings: Openings,
     ) -> None:
         self._pool = pool
         self._link = link
         self._read_sources = read_sources
         self._shares = shares
-        self._openings = Openings()
+        self._openings = openings
         self._read: dict[tuple[str, str, str], tuple[float, asyncio.Task[Mapping[str, str]]]] = {}
         self._turns: FairShare[str] = FairShare()
         self._teams: dict[str, _Team] = {}
@@ -93,10 +99,6 @@ class IndexDesk:
             raise
         finally:
             self._give_back(team, place)
-
-    def close(self) -> None:
-        """Read no more job files."""
-        self._openings.close()
 
     # ---- job files ------------------------------------------------------------------------
 

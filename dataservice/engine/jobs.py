@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, replace
 from functools import partial
@@ -51,7 +51,7 @@ from dataservice.engine.api import (
 )
 from dataservice.engine.explain import Explainer
 from dataservice.engine.fair_threads import FairThreads
-from dataservice.engine.opening import AT_ONCE, Openings
+from dataservice.engine.opening import Openings
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.redecode import Redecoder
 from dataservice.engine.registration import OpenJob, Registration
@@ -89,7 +89,9 @@ class JobTable:
         restore: Restore,
         metrics: Metrics,
         planners: FairThreads,
+        openings: Openings,
     ) -> None:
+        """`openings` ends with it."""
         self._store = store
         self._read_job = read_job
         self._open_job = open_job
@@ -97,14 +99,14 @@ class JobTable:
         self._metrics = metrics
         self._planners = planners
         self._explainer = Explainer(store, planners)
-        self._openings = Openings()
+        self._openings = openings
         self._restoring: list[asyncio.Task[None]] = []
         self.running: dict[str, RunningJob] = {}
         self._registering: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._registration = Registration(
             running=self.running,
             store=store,
-            openings=self._openings,
+            openings=openings,
             open_job=open_job,
             setup=self.setup,
             planners=planners,
@@ -119,9 +121,11 @@ class JobTable:
             job = self.running[record.name] = RunningJob(record=record)
             if await in_store(self._store.last_attempt, record.name) is not None:
                 ran[team_of(record.name)].append(job)
-        turns = asyncio.Semaphore(AT_ONCE)
         self._restoring = [
-            asyncio.create_task(self._restore_each(of, turns)) for of in ran.values()
+            asyncio.create_task(self._restore_each(team, left))
+            for team, jobs in ran.items()
+            for left in [iter(jobs)]
+            for _ in range(self._openings.most_of(team))
         ]
 
     async def restored(self) -> None:
@@ -133,11 +137,11 @@ class JobTable:
         self._openings.close()
         await cancel_all(*self._restoring)
 
-    async def _restore_each(self, jobs: Sequence[RunningJob], turns: asyncio.Semaphore) -> None:
-        # Not all at once: whoever asks for a job meanwhile would wait behind them.
-        for job in jobs:
-            async with turns:
-                await self._restored(job)
+    async def _restore_each(self, team: str, left: Iterator[RunningJob]) -> None:
+        """Restore jobs of a team as long as some are `left`."""
+        for job in left:
+            await self._openings.gap(team)
+            await self._restored(job)
 
     async def _restored(self, job: RunningJob) -> None:
         try:
@@ -170,7 +174,7 @@ class JobTable:
             setup = job.setups.get(record.spec_version)
             if setup is None:
                 opened = await self._openings.run_registered(
-                    team_of(record.name), partial(self._open_job, record)
+                    record.name, partial(self._open_job, record)
                 )
                 setup = await in_store(with_changes, opened, self._store, cost_model)
             if not job.restored:
@@ -464,7 +468,7 @@ class JobTable:
             return
         if job.checking is None or job.checking.done():
             job.checking = detach(
-                self._openings.run_registered(team_of(job.record.name), setup.require_current)
+                self._openings.run_registered(job.record.name, setup.require_current)
             )
         await asyncio.shield(job.checking)
 

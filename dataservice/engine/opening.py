@@ -1,21 +1,24 @@
-"""Jobs are opened: those of one team one after another, of a few teams at a time.
+"""Jobs are opened in a few threads, which teams take turns at.
 
-Opening a job reads what its team wrote, and may take up to the operator's limit. A team that
-submits many jobs waits for its own; these threads do nothing else, so that no other request waits
-for them.
+    asked for: submitted, a rank waits ──► FairThreads ──► a process of its own
+    after a restart, for nobody yet ──► gap ──┘
+
+Opening a job reads what its team wrote, and may take up to the operator's limit. So no team has all
+of the threads, and they do nothing else. A job that nobody waits for is opened only in a thread
+that would have stayed free: whoever asks for another one finds no queue of those before it.
 """
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from dataservice.core.errors import ConflictError, QuotaError
+from dataservice.core.team import TeamSpec, full_name, team_of
+from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.tasks import detach
-from dataservice.engine.threads import in_opening
 
-AT_ONCE = in_opening.threads
 MOST_WAITING = 64
 
 Given = ParamSpec("Given")
@@ -25,43 +28,70 @@ Result = TypeVar("Result")
 class Openings:
     """Runs what opens jobs, in threads of its own. Used on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: int, teams: Callable[[], Mapping[str, TeamSpec]] = dict) -> None:
+        """`teams` is asked each time: weights may change."""
         self._closed = False
-        self._own_turn: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._free = asyncio.Semaphore(AT_ONCE)
-        self._waiting: Counter[str] = Counter()
+        self._threads = FairThreads("opening", threads=at_once, teams=teams, for_all=False)
+        self._at_once = at_once
+        self._submitted: Counter[str] = Counter()
+        self._all: Counter[str] = Counter()
+        self._one_over = asyncio.Event()
 
     async def run(
         self, team: str, work: Callable[Given, Result], *args: Given.args, **more: Given.kwargs
     ) -> Result:
         """The result of a team's `work`, which is not cancelled with its caller once begun. Raises
         what the work raises, and QuotaError where too many calls of the team wait already."""
-        if self._waiting[team] >= MOST_WAITING:
+        if self._submitted[team] >= MOST_WAITING:
             raise QuotaError(
                 f"{MOST_WAITING} jobs of this team wait to be opened, and no more may. Try again "
                 "once they are."
             )
-        self._waiting[team] += 1
-        opening = detach(self._run(team, partial(work, *args, **more)))
-        opening.add_done_callback(lambda _: self._no_longer_waits(team))
-        return await asyncio.shield(opening)
+        call, name = partial(work, *args, **more), full_name(team, "")
+        return await asyncio.shield(self._begun(name, call, self._submitted, self._all))
 
-    async def run_registered(self, team: str, work: Callable[[], Result]) -> Result:
+    async def run_registered(self, job: str, work: Callable[[], Result]) -> Result:
         """The same for a job that is registered, whose openings take turns: as many may wait as the
         team has jobs, as they do when a service starts again under all their ranks."""
-        return await asyncio.shield(detach(self._run(team, work)))
+        return await asyncio.shield(self._begun(job, work, self._all))
 
-    async def _run(self, team: str, work: Callable[[], Result]) -> Result:
-        async with self._own_turn[team], self._free:
-            if self._closed:
-                raise ConflictError("the service is stopping. Ask again once it is back.")
-            return await in_opening(work)
+    async def gap(self, team: str) -> None:
+        """Wait until an opening of this team would begin at once."""
+        while not self._has_room(team):
+            await self._one_over.wait()
 
-    def _no_longer_waits(self, team: str) -> None:
-        self._waiting[team] -= 1
-        if not self._waiting[team]:
-            del self._waiting[team]
+    def most_of(self, team: str) -> int:
+        """How many openings of a team go on at once."""
+        return self._threads.most_of(team)
 
     def close(self) -> None:
         """Begin nothing any more. Does not wait for what has begun."""
         self._closed = True
+
+    def _begun(
+        self, job: str, work: Callable[[], Result], *counted: Counter[str]
+    ) -> asyncio.Task[Result]:
+        team = team_of(job)
+        for counts in counted:
+            counts[team] += 1
+
+        def over(_: asyncio.Task[Result]) -> None:
+            for counts in counted:
+                counts[team] -= 1
+                if not counts[team]:
+                    del counts[team]
+            self._one_over.set()  # whoever waits for it now looks again
+            self._one_over.clear()
+
+        task = detach(self._threads.run(job, partial(self._unless_closed, work)))
+        task.add_done_callback(over)
+        return task
+
+    def _unless_closed(self, work: Callable[[], Result]) -> Result:
+        if self._closed:
+            raise ConflictError("the service is stopping. Ask again once it is back.")
+        return work()
+
+    def _has_room(self, team: str) -> bool:
+        taken = sum(min(count, self.most_of(each)) for each, count in self._all.items())
+        return self._all[team] < self.most_of(team) and taken < self._at_once

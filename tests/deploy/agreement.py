@@ -15,7 +15,6 @@ from torch.distributed.run import get_args_parser
 
 from dataservice.app import Service
 from dataservice.cli.main import app
-from dataservice.engine.opening import AT_ONCE
 from dataservice.operate.fleet import OWN_ADDRESS
 from dataservice.serving.health_ports import LIVENESS
 from dataservice.workers.pool import PoolConfig
@@ -252,7 +251,7 @@ def _sizes(cluster: Cluster) -> Iterator[str]:
         yield f"workers of a pod may take {needed} bytes, its limit is {limit}"
     container = cluster.pods["coordinator"].container("coordinator")
     limit = in_bytes(container["resources"]["limits"]["memory"])
-    needed = AT_ONCE * config.job_opening.memory_bytes
+    needed = config.job_opening.at_once * config.job_opening.memory_bytes
     if needed >= limit:
         yield f"processes that open jobs may take {needed} bytes, the pod's limit is {limit}"
 

@@ -209,7 +209,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
         "config: worker_metrics_ports 20200-20204, the pod has",
     ),
     "more memory for opening jobs than the coordinator has": (
-        config("job_opening: {memory_bytes: 4294967296}", "job_opening: {}"),
+        config("job_opening: {memory_bytes: 4294967296, at_once: 3}", "job_opening: {}"),
         "processes that open jobs may take",
     ),
     "too few ports for the workers of a pod and their successors": (

@@ -12,6 +12,7 @@ from dataservice.core.ports import WorkerInfo
 from dataservice.core.team import TeamSpec
 from dataservice.engine import index_desk
 from dataservice.engine.index_desk import IndexDesk
+from dataservice.engine.opening import Openings
 from dataservice.engine.shares import Shares
 
 
@@ -60,6 +61,7 @@ class Workers:
             link=self,
             read_sources=self.read_sources,
             shares=Shares(teams=lambda: teams, pool=self),
+            openings=Openings(at_once=2),
         )
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import AttemptRecord, JobRecord
 from dataservice.core.job_setup import JobSetup
-from dataservice.engine.opening import AT_ONCE, MOST_WAITING
+from dataservice.engine.opening import MOST_WAITING
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.sessions import open_all
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.waiting import LIMIT_S, until
+
+AT_ONCE = 3
 
 
 def that_ran(teams: int, jobs: int) -> MemoryStateStore:
@@ -41,7 +43,7 @@ async def test_a_job_that_a_rank_asks_for_does_not_wait_behind_the_others():
         return replace(setup, record=record)
 
     store = that_ran(teams=3, jobs=MOST_WAITING + 6)
-    coordinator = make_coordinator(store, Books(), open_job=open_job)
+    coordinator = make_coordinator(store, Books(), open_job=open_job, opened_at_once=AT_ONCE)
     await coordinator.start()
     await until(lambda: len(opened) == AT_ONCE)
     wanted = "team-0/job-069"
@@ -49,7 +51,7 @@ async def test_a_job_that_a_rank_asks_for_does_not_wait_behind_the_others():
     await asyncio.sleep(0)
     held.set()
     await ranks
-    assert wanted in opened[: AT_ONCE + 3]
+    assert wanted in opened[: 2 * AT_ONCE], "before all but those that begin with its team's"
     await coordinator.restored()
     assert sorted(opened) == [record.name for record in store.jobs()]
     await coordinator.stop()
