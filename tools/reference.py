@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from dataservice.cli.connection import PANEL
 from dataservice.cli.main import app
+from dataservice.jobs.file_schema import schema_of
 from dataservice.jobs.job_file import JobFile
 from dataservice.jobs.layout_files import ClusterFile, ModelFile
 from dataservice.operate.config import ServiceConfig
@@ -27,7 +28,7 @@ Schema = dict[str, Any]
 
 def reference(model: type[BaseModel]) -> str:
     """A table of the model's keys, then one of each part it is made of."""
-    schema = model.model_json_schema()
+    schema = schema_of(model)
     parts = schema.get("$defs", {})
     tables = [_table(schema)]
     for name in sorted(parts, key=list(_named(schema, parts, [])).index):

@@ -33,6 +33,7 @@ from benchmarks.planning import (
 from benchmarks.planning.growth import grow, growth_to_text
 from benchmarks.planning.papers.rebuilt import papers
 from benchmarks.report import print_rows, rows_to_markdown, verdict, write_report
+from dataservice.planning.layout.warm import warm_layouts, warm_standalone
 from dataservice.planning.warm import warm_up
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -83,6 +84,8 @@ def main(arguments: list[str]) -> None:
     load_before = os.getloadavg()[0]
     console.print(f"{hardware()}; compiling kernels …")
     warm_up()
+    warm_layouts()
+    warm_standalone()
     begin, used = time.perf_counter(), time.process_time()
     rows: list[Row] = []
     parts: list[str] = []

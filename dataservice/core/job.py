@@ -16,9 +16,9 @@ MOST_CHANGES = 64
 WeightUnit = Literal["passes", "tokens"]
 SourceFormat = Literal["webdataset", "parquet", "arrow", "mds", "jsonl", "json", "text", "custom"]
 
-# Read by pydantic where the job file is validated: unknown keys are refused, and the string
-# below each field is its description in the job file's schema.
-STRICT = {"extra": "forbid", "use_attribute_docstrings": True}
+# Read by pydantic where the job file is validated: unknown keys are refused. The string below each
+# field is its description in the job file's schema.
+STRICT: dict[str, object] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from dataservice.core.errors import PlanningError, SpecError
 from dataservice.core.quoting import quoted
@@ -21,7 +21,7 @@ from dataservice.jobs.expected import listed, nearest
 from dataservice.jobs.transformers_config import read_transformers_config
 from dataservice.jobs.yaml_file import Strict, Written, read_text, validated, written
 from dataservice.planning.layout.cluster import Cluster, NodeGroup
-from dataservice.planning.layout.model import Decoder, Encoder, Generator, ModelDescription, Stack
+from dataservice.planning.layout.model import Decoder, Encoder, Generator, ModelDescription
 
 CATALOG = Path(__file__).parent / "catalog"
 Part = Literal["encoders", "decoders", "models", "nodes"]
@@ -47,18 +47,6 @@ class ModelFile(Strict):
     """The encoders, in the order in which they run."""
     generator: Generator | None = None
     """What makes images or sound, where there is such a module."""
-
-    @classmethod
-    def model_json_schema(cls, *args: Any, **keywords: Any) -> dict[str, Any]:
-        """Pydantic's, with the descriptions of keys that encoders and decoders inherit, which it
-        leaves out."""
-        schema = super().model_json_schema(*args, **keywords)
-        inherited = TypeAdapter(Stack).json_schema()["properties"]
-        for part in ("Encoder", "Decoder"):
-            for key, value in schema["$defs"][part]["properties"].items():
-                if key in inherited and "description" in inherited[key]:
-                    value.setdefault("description", inherited[key]["description"])
-        return schema
 
     def described(self, name: str, folder: Path) -> ModelDescription:
         """The description, under this name where it has none. Raises PlanningError, SpecError."""

@@ -3,7 +3,6 @@
 One line a mistake: the line of the file, the place, what stands there, what to write instead.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from dataservice.jobs.expected import (
     nearest,
     seen_words,
 )
+from dataservice.jobs.file_schema import schema_of
 
 MOST_TOLD = 20
 _MISSING = ("missing", "missing_keyword_only_argument", "missing_argument")
@@ -57,12 +57,6 @@ def spec_error(
     if len(found) > MOST_TOLD:
         lines.append(f"  and {len(found) - MOST_TOLD} more")
     return SpecError("\n".join([*lines, remedy]))
-
-
-@functools.cache
-def schema_of(model: type[BaseModel]) -> Schema:
-    """Everything that may stand in the file of a model."""
-    return model.model_json_schema()
 
 
 def _placed(plain: object, found: Sequence[Any]) -> Iterator[tuple[Place, Any]]:

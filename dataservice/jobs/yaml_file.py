@@ -41,7 +41,7 @@ _REMEDIES = {
 class Strict(BaseModel):
     """A mapping in such a file; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

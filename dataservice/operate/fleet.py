@@ -43,7 +43,6 @@ from dataservice.workers.kept_files import CacheSpec, name_of_folder
 from dataservice.workers.local_pool import LocalWorkerPool
 from dataservice.workers.pool import PoolConfig
 from dataservice.workers.process_decoders import ProcessDecoders
-from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool, node_host
 from dataservice.workers.sample_pipelines import PipelineFactory
 
 log = logging.getLogger(__name__)
@@ -174,7 +173,11 @@ async def _served(
     opened: contextlib.ExitStack,
 ) -> ServedWorker:
     """Start the host and its server; closing `opened` closes all that was opened for them."""
-    address = node_host() if settings.host == OWN_ADDRESS else settings.host
+    address = settings.host
+    if address == OWN_ADDRESS:
+        from dataservice.workers.ray_pool import node_host
+
+        address = node_host()
     tracer = None
     if settings.traces is not None:
         tracer = open_traces(settings.traces, ratio=settings.trace_ratio, process=worker)
@@ -248,6 +251,9 @@ def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> Wo
             start_timeout_s=config.worker_start_timeout_s,
         )
         return LocalWorkerPool(serve=serve, config=size)
+    # Ray takes a third of a second to load, and a service with local workers has no use for it.
+    from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool
+
     joined = config.ray_address is not None
     return RayWorkerPool(
         serve=serve,

@@ -31,7 +31,7 @@ LOOK_S = 1.0  # a stat for every call would be too slow on a remote file system
 class TokenRecord(BaseModel):
     """An entry of the tokens file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     """Name of the token in the audit log; unique in the file."""

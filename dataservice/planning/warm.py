@@ -1,4 +1,4 @@
-"""Compile every kernel before the first step needs it.
+"""Compile every kernel of a step before the first one needs it.
 
 Kernels are cached on disk under a digest of their sources (`dataservice/__init__.py`), so
 only the first start after an installation or an edit pays; where that folder is read-only,
@@ -17,8 +17,6 @@ from dataservice.planning.compose import StepSamples, compose_step, split_window
 from dataservice.planning.context.degrees import degrees_by_dp, degrees_by_threshold
 from dataservice.planning.context.groups import plan_context_waves
 from dataservice.planning.context.many import find_many_waves
-from dataservice.planning.layout.bubble_inputs import BackboneTimes, EncoderTimes, KernelTimes
-from dataservice.planning.layout.bubbles import schedule_bubbles
 from dataservice.planning.loads.partition import ALGORITHMS, partition
 from dataservice.planning.packs.bfd import pack_bfd
 from dataservice.planning.packs.isf import pack_isf
@@ -27,11 +25,6 @@ from dataservice.planning.pipeline_parallel.microbatch_order import order_microb
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
 from dataservice.planning.place_packs import Pull, WorkerSites, place_packs
 from dataservice.planning.routes import encode_order, encoded_parts, listed_items
-from dataservice.planning.standalone.conv_loads import balance_conv
-from dataservice.planning.standalone.node_balance import balance_nodewise
-from dataservice.planning.standalone.node_exchange import compose_exchange
-from dataservice.planning.standalone.node_rearrange import rearrange_nodewise
-from dataservice.planning.standalone.padded_loads import balance_padded
 from dataservice.planning.validate import validate_plan
 
 SAMPLES = 48
@@ -116,28 +109,15 @@ def _warm_kernels() -> None:
                 sizes=lengths,
                 capacity=600,
             )
-    balance_padded(lengths, 8, beta=0.1)
-    balance_conv(lengths, 8, alpha=1.0, lam=0.01)
     tiles = lengths % 3 + 1
     pack_isf(lengths, tiles, max_text=400, max_vision=9, min_text=380)
     pack_bfd(lengths, tiles, max_text=400, max_vision=9)
     assign_packs_to_waves(np.stack((lengths, lengths[::-1]), axis=1), replicas=8)
-    home = np.arange(97, dtype=np.int64) % 8
-    balance_nodewise(lengths, home, lengths, 8, 4, tolerance=0.0)
-    volume = (np.arange(64, dtype=np.int64) * 7919 % 83).reshape(8, 8)
-    rearrange_nodewise(volume, 4, method="search")
-    compose_exchange(home, home[::-1], lengths)
     times = np.linspace(1.0, 2.0, 12 * 3).reshape(12, 3)
     for count in (6, 12):  # every order, and the search
         order_microbatches(times[:count], times[:count], virtual_stages=1)
     order_microbatches(times, times, algorithm="mmscale")
     simulate_1f1b(times, times)
-    layers = KernelTimes(seconds=np.ones((4, 2)), communicates=np.array([False, True]))
-    encoder = EncoderTimes(name="any", forward={1: layers}, backward={1: layers})
-    backbone = BackboneTimes(
-        forward=layers, backward=layers, microbatches=4, pipeline_parallel=2, virtual_stages=2
-    )
-    schedule_bubbles(backbone, [encoder])
     table = np.linspace(8.0, 1.0, 24).reshape(4, 6)
     degrees_by_threshold(table, ranks=6)
     degrees_by_dp(table, ranks=6)

@@ -82,9 +82,12 @@ def test_every_module_of_the_service_stands_under_a_rule() -> None:
         ("jobs.layout_files", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("operate.config", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("jobs.sample_pipeline", ["grpc", "torch", "ray"]),
+        ("app", ["torch", "ray", "scipy.optimize", "matplotlib"]),
     ],
 )
-def test_what_only_reads_a_file_loads_nothing_heavy(what: str, heavy: list[str]) -> None:
+def test_what_is_loaded_first_loads_nothing_heavy_that_it_may_never_need(
+    what: str, heavy: list[str]
+) -> None:
     code = f"import sys, dataservice.{what}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 STEPS = (
-    "loading the planner, the codecs and Ray",
+    "loading the planner and the codecs",
     "starting the process that opens jobs",
     "compiling the planner",
     "starting 1 worker",

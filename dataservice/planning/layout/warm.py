@@ -1,15 +1,23 @@
 """Compile the kernels of a layout: a search over two small models, so that no user's first layout
-waits for a compiler. Part of the set-up alone: a service lays nothing out."""
+waits for a compiler; and those of planners that stand alone. Part of the set-up: a service lays
+nothing out, and its steps need neither these kernels nor the libraries that come with them."""
 
 import numpy as np
 
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.planning.compose import StepSamples
 from dataservice.planning.layout.before_after import time_before_after
+from dataservice.planning.layout.bubble_inputs import BackboneTimes, EncoderTimes, KernelTimes
+from dataservice.planning.layout.bubbles import schedule_bubbles
 from dataservice.planning.layout.cluster import Device, NodeGroup
 from dataservice.planning.layout.model import Decoder, Encoder, ModelDescription, Projector
 from dataservice.planning.layout.module_layout import lay_out_modules, planned_s
 from dataservice.planning.layout.search import LayoutTask, search_layout
+from dataservice.planning.standalone.conv_loads import balance_conv
+from dataservice.planning.standalone.node_balance import balance_nodewise
+from dataservice.planning.standalone.node_exchange import compose_exchange
+from dataservice.planning.standalone.node_rearrange import rearrange_nodewise
+from dataservice.planning.standalone.padded_loads import balance_padded
 
 SAMPLES = 24
 # With room for everything; and with so little that layers recompute.
@@ -41,6 +49,29 @@ def warm_layouts() -> None:
         time_before_after(task, search_layout(task))
         if memory_bytes == MEMORY_BYTES[0]:
             planned_s(task, lay_out_modules(task.model, group, task.batches))
+
+    _warm_bubbles()
+
+
+def _warm_bubbles() -> None:
+    layers = KernelTimes(seconds=np.ones((4, 2)), communicates=np.array([False, True]))
+    encoder = EncoderTimes(name="any", forward={1: layers}, backward={1: layers})
+    backbone = BackboneTimes(
+        forward=layers, backward=layers, microbatches=4, pipeline_parallel=2, virtual_stages=2
+    )
+    schedule_bubbles(backbone, [encoder])
+
+
+def warm_standalone() -> None:
+    """Balance a few made-up loads by each planner that no step uses."""
+    loads = (np.arange(97, dtype=np.int64) * 7919) % 89 + 1
+    balance_padded(loads, 8, beta=0.1)
+    balance_conv(loads, 8, alpha=1.0, lam=0.01)
+    home = np.arange(97, dtype=np.int64) % 8
+    balance_nodewise(loads, home, loads, 8, 4, tolerance=0.0)
+    volume = (np.arange(64, dtype=np.int64) * 7919 % 83).reshape(8, 8)
+    rearrange_nodewise(volume, 4, method="search")
+    compose_exchange(home, home[::-1], loads)
 
 
 def _samples() -> StepSamples:
