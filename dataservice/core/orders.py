@@ -270,7 +270,7 @@ class ShardColumns:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSummary:
     """The groups of a whole step as `dataservice_proto.columns` has them, the same for every rank;
-    `packs` are their number."""
+    `packs` are their number. `written` is the message of it, once someone has asked."""
 
     plan_digest: str
     replicas: int
@@ -280,6 +280,7 @@ class StepSummary:
     predicted_s: float
     stages: tuple[StageReport, ...]
     columns: Mapping[str, bytes]
+    written: list[bytes] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def size_bytes(self) -> int:

@@ -350,14 +350,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             ).SerializeToString()
         return wire_shards.shard_answer(answer, visit.caller.plain(answer.job))
 
-    async def GetStepSummary(
+    async def GetStepSummary(  # type: ignore[override]  # answered in bytes, as GetShard is
         self, request: coordinator_pb2.GetStepSummaryRequest, context: Context
-    ) -> coordinator_pb2.StepSummary:
+    ) -> bytes:
         """The groups of a whole step."""
         async with self._access.call(context, "GetStepSummary", request) as visit:
             session = self._own_session(visit, request.session)
             summary = await self._api.summary(session, request.step)
-        return wire_shards.step_summary_to_proto(summary)
+        return wire_shards.step_summary_message(summary)
 
     async def CommitStep(
         self, request: coordinator_pb2.CommitStepRequest, context: Context
@@ -418,15 +418,21 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 def add_to_server(servicer: CoordinatorServicer, server: grpc.aio.Server) -> None:
-    """Serve all methods; of those that give a rank its shard the answers are bytes already."""
+    """Serve all methods; of those that tell a rank of its step the answers are bytes already."""
     question = coordinator_pb2.GetShardRequest.FromString
     one: Any = grpc.unary_unary_rpc_method_handler(servicer.GetShard, request_deserializer=question)
     many: Any = grpc.stream_stream_rpc_method_handler(
         servicer.GetShards, request_deserializer=question
     )
+    summary: Any = grpc.unary_unary_rpc_method_handler(
+        servicer.GetStepSummary,
+        request_deserializer=coordinator_pb2.GetStepSummaryRequest.FromString,
+    )
     name = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
     # Handlers are asked in turn: this one knows these methods alone.
-    known = grpc.method_handlers_generic_handler(name, {"GetShard": one, "GetShards": many})
+    known = grpc.method_handlers_generic_handler(
+        name, {"GetShard": one, "GetShards": many, "GetStepSummary": summary}
+    )
     server.add_generic_rpc_handlers((known,))
     coordinator_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
 

@@ -80,8 +80,7 @@ def _answer(shard: RankShard, job: str) -> bytes:
         parts += within(_SHARD["ticket"], ticket_parts(shard.ticket))
         parts += texts(_SHARD["addresses"], shard.ticket.addresses)
     if shard.summary is not None:
-        summary = step_summary_to_proto(shard.summary).SerializeToString()
-        parts += within(_SHARD["summary"], [summary])
+        parts += within(_SHARD["summary"], [step_summary_message(shard.summary)])
     return b"".join(within(_RESPONSE["shard"], parts))
 
 
@@ -171,8 +170,14 @@ def rank_shard_from_proto(message: coordinator_pb2.RankShard) -> RankShard:
     )
 
 
-def step_summary_to_proto(summary: StepSummary) -> coordinator_pb2.StepSummary:
-    """The groups of the whole step."""
+def step_summary_message(summary: StepSummary) -> bytes:
+    """The groups of the whole step as they are sent; written once for all who ask."""
+    if not summary.written:
+        summary.written.append(_step_summary(summary).SerializeToString())
+    return summary.written[0]
+
+
+def _step_summary(summary: StepSummary) -> coordinator_pb2.StepSummary:
     return coordinator_pb2.StepSummary(
         version=columns.VERSION,
         plan_digest=summary.plan_digest,

@@ -357,7 +357,10 @@ def test_job_statuses_survive(value, validation):
 
 def test_a_summary_shows_every_group_of_the_step(make):
     plan = make.plan()
-    message = wire_shards.step_summary_to_proto(step_summary(plan, plan.digest))
+    summary = step_summary(plan, plan.digest)
+    written = wire_shards.step_summary_message(summary)
+    assert wire_shards.step_summary_message(summary) is written, "once for all who ask"
+    message = coordinator_pb2.StepSummary.FromString(written)
     assert (message.replicas, message.waves, message.samples, message.packs) == (2, 1, 3, 2)
     assert (message.predicted_s, message.plan_digest) == (0.5, plan.digest)
     read = read_all(SUMMARY, columns_of(message, SUMMARY), {"packs": 2})
