@@ -224,13 +224,13 @@ class _ServiceIndexers:
     def count(self, file: SourceFile, piece: FilePiece) -> "Future[int | LeftOutFile]":
         return self.executor.submit(self._counted, file, piece)
 
-    def index_piece(self, file: SourceFile, number: int, piece: FilePiece) -> "Future[Result]":
-        errand = Errand(what="piece", files=(file,), piece=piece, number=number)
-        names = [piece_name(file.name, number)]
+    def index_piece(self, file: SourceFile, piece: FilePiece) -> "Future[Result]":
+        errand = Errand(what="piece", files=(file,), piece=piece)
+        names = [piece_name(file.name, piece)]
         return self.executor.submit(lambda: self._written(errand, names)[0])
 
-    def join(self, file: SourceFile, records: Sequence[PartRecord]) -> "Future[Result]":
-        return self.executor.submit(join_pieces, self.folder, file, records)
+    def join(self, file: SourceFile, pieces: Mapping[FilePiece, PartRecord]) -> "Future[Result]":
+        return self.executor.submit(join_pieces, self.folder, file, pieces)
 
     def close(self) -> None:
         self.errands.close()

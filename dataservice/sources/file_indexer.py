@@ -1,6 +1,6 @@
 """Indexes one file, or a piece of one: scans it, measures its samples, writes their part."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -72,10 +72,10 @@ class FileIndexer:
         except DamagedFilesError as error:
             return LeftOutFile(name=file.name, reason=str(error))
 
-    def index_piece(self, file: SourceFile, number: int, piece: FilePiece) -> Result:
+    def index_piece(self, file: SourceFile, piece: FilePiece) -> Result:
         """The same as `index` for one piece of a file, as a part of its own."""
         scan = partial(self._divisible.scan_piece, piece=piece)
-        return self._write(piece_name(file.name, number), file, scan, piece)
+        return self._write(piece_name(file.name, piece), file, scan, piece)
 
     @property
     def _divisible(self) -> Divisible:
@@ -144,11 +144,13 @@ def divided_files(
     return found
 
 
-def join_pieces(folder: IndexFolder, file: SourceFile, records: Sequence[PartRecord]) -> Result:
+def join_pieces(
+    folder: IndexFolder, file: SourceFile, pieces: Mapping[FilePiece, PartRecord]
+) -> Result:
     """Write the part of a file whose pieces are in the folder, in their order."""
     name = part_name(file.name)
-    pieces = (folder.open(piece_name(file.name, number)) for number in range(len(records)))
+    streams = (folder.open(piece_name(file.name, piece)) for piece in pieces)
     with translate(folder.owner, f"{folder.path}/{name}", "be made"), folder.replace(name) as part:
-        joined = join_parts(part, zip(pieces, records, strict=True))
-    folder.remove_pieces([file.name])
+        joined = join_parts(part, zip(streams, pieces.values(), strict=True))
+    folder.remove_pieces(file.name)
     return joined

@@ -1,17 +1,18 @@
 """Builds the index of one source: every file is walked once, every sample measured.
 
-    list files → skip files whose part is current → scan + measure → parts → manifest
+    list files → skip files and pieces whose part is current → scan + measure → parts → manifest
 
 Success: the manifest is written last, so an index without one is incomplete. A damaged file does
 not stop the others: the run names all damaged files at the end and then fails, unless they are to
-be left out. Unavailable storage is not damage; it ends the run. Finished parts are kept and not
-made again, also after a cancellation (KeyboardInterrupt). A sample that cannot be measured does not
-stop the run: the manifest lists it with its reason.
+be left out. Unavailable storage is not damage; it ends the run. Finished parts, and finished pieces
+of large files, are kept and not made again, however a run ended (KeyboardInterrupt, a kill); pieces
+that are of no more use go when a run completes. A sample that cannot be measured does not stop the
+run: the manifest lists it with its reason.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,9 +20,10 @@ from dataservice.core.errors import IndexStaleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.sources.file_indexer import DamagedFilesError, IndexTask, MakeMeasurer
+from dataservice.sources.formats.protocol import FilePiece
 from dataservice.sources.formats.registry import list_files
 from dataservice.sources.index_files import index_files
-from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
+from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name, piece_name
 from dataservice.sources.index_part import read_record
 from dataservice.sources.manifest import (
     IndexedFile,
@@ -35,7 +37,13 @@ from dataservice.sources.manifest import (
 )
 from dataservice.sources.part_reader import read_part, read_tokens
 from dataservice.sources.reasons import ReasonCount, by_wording, reason_lines
-from dataservice.sources.shared_indexing import Elsewhere, Progress, index_elsewhere, unheard
+from dataservice.sources.shared_indexing import (
+    Elsewhere,
+    Progress,
+    bytes_to_do,
+    index_elsewhere,
+    unheard,
+)
 from dataservice.sources.storage import SourceFile
 
 
@@ -51,10 +59,10 @@ class TokenFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexSummary:
-    """The result of indexing one source. `files_reused` files had a current part already; all other
-    figures include those files. `left_out` are damaged files that the user chose to leave out.
-    `long` says what became of samples that are longer than the pipeline's `longer_than`; those left
-    out are among `skipped`."""
+    """The result of indexing one source. `files_reused` files had a current part already, and
+    `pieces_reused` pieces of others; all other figures include them. `left_out` are damaged files
+    that the user chose to leave out. `long` says what became of samples that are longer than the
+    pipeline's `longer_than`; those left out are among `skipped`."""
 
     source: str
     rows: int
@@ -68,6 +76,7 @@ class IndexSummary:
     fingerprint: str
     seconds: float
     long: LongSamples = field(default_factory=LongSamples)
+    pieces_reused: int = 0
 
 
 def build_index(
@@ -86,10 +95,11 @@ def build_index(
 
     Args:
         out_dir: a path or an fsspec URL, shared by the sources of a job.
-        make_measurer: makes the measurer; with `workers` > 1 it must be picklable, as each
-            process (started by spawn) makes its own.
+        make_measurer: makes the measurer; with `workers` > 1, or where a run of several was
+            interrupted, it must be picklable: each process (started by spawn) makes its own.
         workers: number of processes, which share the files.
-        progress: called with (rows done, bytes done, bytes in all) at intervals, in this thread.
+        progress: called with (rows done, bytes done, bytes in all) at intervals, in this thread;
+            what was done before is not among them.
         limits: limits on what a sample may make the reader allocate; the measurer is made with the
             same limits.
         leave_out_damaged: list damaged files in the manifest and make the index without them.
@@ -121,12 +131,13 @@ def build_index(
     )
     damaged: list[LeftOutFile] = []
     todo = [file for file in files if file.name not in records]
+    left = dict(_left_pieces(folder, todo, recipe, limits))
     report = progress or unheard
-    report(0, 0, sum(file.size_bytes for file in todo))
+    report(0, 0, bytes_to_do(todo, left))
     if elsewhere is not None:
-        results = index_elsewhere(elsewhere, folder, todo, report)
+        results = index_elsewhere(elsewhere, folder, todo, report, left)
     else:
-        results = index_files(task, todo, workers, report)
+        results = index_files(task, todo, workers, report, left)
     for result in results:
         if isinstance(result, LeftOutFile):
             damaged.append(result)
@@ -145,7 +156,8 @@ def build_index(
     with folder.replace(MANIFEST) as stream:
         stream.write(manifest.to_json().encode())
     folder.remove_others({part_name(part.file.name) for part in manifest.parts})
-    return _summary(manifest, folder, files_reused=reused, seconds=time.monotonic() - started_s)
+    summary = _summary(manifest, folder, files_reused=reused, seconds=time.monotonic() - started_s)
+    return replace(summary, pieces_reused=sum(map(len, left.values())))
 
 
 def _summary(
@@ -188,16 +200,42 @@ def _current_parts(
 ) -> Iterator[tuple[str, PartRecord]]:
     """By name, files that have a whole part, made from these very bytes by this very recipe."""
     for file in files:
-        try:
-            with folder.open(part_name(file.name)) as stream:
-                record = read_record(stream)
-            if record is None or record.recipe != recipe or record.file != IndexedFile.of(file):
-                continue
-            for _ in read_part(folder, record, limits):
-                pass
-        except (FileNotFoundError, IndexStaleError):
-            continue
-        yield file.name, record
+        if record := _current(folder, part_name(file.name), file, recipe, limits):
+            yield file.name, record
+
+
+def _left_pieces(
+    folder: IndexFolder, files: Sequence[SourceFile], recipe: Recipe, limits: DecodeLimits
+) -> Iterator[tuple[str, dict[FilePiece, PartRecord]]]:
+    """By name, files of which an earlier run has left pieces, made from these very bytes by this
+    very recipe: those that are whole, in their order, and none twice."""
+    pieces = folder.pieces() if files else {}
+    for file in files:
+        found: dict[FilePiece, PartRecord] = {}
+        behind = 0
+        for piece in pieces.get(part_name(file.name), ()):
+            if behind <= piece.start < piece.end <= file.size_bytes and (
+                record := _current(folder, piece_name(file.name, piece), file, recipe, limits)
+            ):
+                found[piece], behind = record, piece.end
+        if found:
+            yield file.name, found
+
+
+def _current(
+    folder: IndexFolder, name: str, file: SourceFile, recipe: Recipe, limits: DecodeLimits
+) -> PartRecord | None:
+    """What a part or piece says of itself, if it is whole, and of this very file and recipe."""
+    try:
+        with folder.open(name) as stream:
+            record = read_record(stream)
+        if record is None or record.recipe != recipe or record.file != IndexedFile.of(file):
+            return None
+        for _ in read_part(folder, record, limits, name):
+            pass
+    except (FileNotFoundError, IndexStaleError):
+        return None
+    return record
 
 
 def _damaged_error(

@@ -28,8 +28,8 @@ What = Literal["list", "divide", "count", "index", "piece"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Errand:
     """One thing to do: `list` the source's files; `divide` these into pieces of `piece_bytes`;
-    `count` the records of a `piece` of one; `index` these; or index one `piece`, which has this
-    `number`."""
+    `count` the records of a `piece` of one; `index` these; or index one `piece`. Its `number` says
+    nothing, but services of older releases want one."""
 
     what: What
     files: tuple[SourceFile, ...] = ()
@@ -129,7 +129,7 @@ def carry_out(errand: Errand, task: IndexTask, counter: Counter) -> Iterator[Fin
     (file,), piece = errand.files, errand.piece
     assert piece is not None, "an errand that needs a piece has one"
     if errand.what == "piece":
-        yield kept.finding(0, indexer.index_piece(file, errand.number, piece))
+        yield kept.finding(0, indexer.index_piece(file, piece))
         return
     counted = indexer.count(file, piece)
     if isinstance(counted, LeftOutFile):

@@ -5,16 +5,19 @@
 
 A file that can be divided between records, at lines or row groups, is shared by the processes;
 samples are named by the number of their line, so the lines of all pieces are counted first. Its
-part is the one that a single process would have made.
+part is the one that a single process would have made. A single process divides no file: it would
+read lines twice. It goes on behind the pieces that several have left, though.
 """
 
 import multiprocessing
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
+from threading import Thread
 
 from dataservice.core.errors import SourceError
 from dataservice.sources.file_indexer import (
@@ -28,7 +31,13 @@ from dataservice.sources.formats.protocol import FilePiece
 from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.index_part import Counter
 from dataservice.sources.manifest import LeftOutFile, PartRecord
-from dataservice.sources.shared_indexing import Progress, divided_among, index_shared
+from dataservice.sources.shared_indexing import (
+    Pieces,
+    Progress,
+    bytes_to_do,
+    divided_among,
+    index_shared,
+)
 from dataservice.sources.storage import SourceFile
 
 # Below this size, starting processes costs more than it saves: each loads its own tokenizer.
@@ -36,17 +45,23 @@ SMALLEST_POOLED_BYTES = 32 * 2**20
 
 
 def index_files(
-    task: IndexTask, files: Sequence[SourceFile], workers: int, report: Progress
+    task: IndexTask,
+    files: Sequence[SourceFile],
+    workers: int,
+    report: Progress,
+    left: Pieces,
 ) -> Iterator[Result]:
-    """The result of each file, in the order in which files are finished. Raises SourceError where
-    storage is away or the index cannot be written."""
-    total_bytes = sum(file.size_bytes for file in files)
+    """The result of each file, in the order in which files are finished. Pieces that are `left` of
+    files are not made again. Raises SourceError where storage is away or the index cannot be
+    written."""
+    total_bytes = bytes_to_do(files, left)
     pooled = workers > 1 and total_bytes >= SMALLEST_POOLED_BYTES
-    shared: Mapping[str, tuple[FilePiece, ...]] = {}
-    if pooled and task.samples_per_file is None:
-        shared = divided_among(workers, files, partial(divided_files, task))
+    shared: Pieces = {}
+    if (pooled or left) and task.samples_per_file is None:
+        among = files if pooled else [file for file in files if file.name in left]
+        shared = divided_among(workers, among, partial(divided_files, task), left)
     workers = min(workers, len(files) + sum(len(pieces) - 1 for pieces in shared.values()))
-    if pooled and workers > 1:
+    if shared or (pooled and workers > 1):
         yield from _index_in_processes(task, files, shared, workers, report)
     elif files:
         folder = IndexFolder(task.out_dir, task.spec.name)
@@ -86,7 +101,7 @@ class _SharedCounter:
 def _index_in_processes(
     task: IndexTask,
     files: Sequence[SourceFile],
-    shared: Mapping[str, tuple[FilePiece, ...]],
+    shared: Pieces,
     workers: int,
     report: Progress,
 ) -> Iterator[Result]:
@@ -95,14 +110,13 @@ def _index_in_processes(
     executor = ProcessPoolExecutor(
         workers, mp_context=context, initializer=_start_process, initargs=(task, counter)
     )
-    folder = IndexFolder(task.out_dir, task.spec.name)
     indexers = _Processes(executor, task, counter, workers)
     try:
-        yield from index_shared(indexers, folder, files, shared, report)
+        yield from index_shared(indexers, files, shared, report)
     except BrokenProcessPool as error:
         raise SourceError(
             f"source {task.spec.name!r}: one of {workers} indexing processes died, perhaps "
-            "for want of memory. Run it again with fewer workers; finished files are kept."
+            "for want of memory. Run it again with fewer workers; what is finished is kept."
         ) from error
 
 
@@ -125,11 +139,11 @@ class _Processes:
     def count(self, file: SourceFile, piece: FilePiece) -> "Future[int | LeftOutFile]":
         return self.executor.submit(_count_in_process, file, piece)
 
-    def index_piece(self, file: SourceFile, number: int, piece: FilePiece) -> "Future[Result]":
-        return self.executor.submit(_index_piece_in_process, file, number, piece)
+    def index_piece(self, file: SourceFile, piece: FilePiece) -> "Future[Result]":
+        return self.executor.submit(_index_piece_in_process, file, piece)
 
-    def join(self, file: SourceFile, records: Sequence[PartRecord]) -> "Future[Result]":
-        return self.executor.submit(_join_in_process, self.task, file, records)
+    def join(self, file: SourceFile, pieces: Mapping[FilePiece, PartRecord]) -> "Future[Result]":
+        return self.executor.submit(_join_in_process, self.task, file, pieces)
 
     def close(self) -> None:
         self.executor.shutdown(wait=True, cancel_futures=True)
@@ -140,8 +154,17 @@ _indexer: FileIndexer | None = None  # of this process of the pool
 
 def _start_process(task: IndexTask, counter: Counter) -> None:
     global _indexer
+    Thread(target=_end_with_parent, daemon=True).start()
     folder = IndexFolder(task.out_dir, task.spec.name)
     _indexer = FileIndexer(task, counter, folder.replace)
+
+
+def _end_with_parent() -> None:
+    """A run that is killed leaves no process behind, which would write beside the next run."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _of_this_process() -> FileIndexer:
@@ -157,9 +180,11 @@ def _count_in_process(file: SourceFile, piece: FilePiece) -> int | LeftOutFile:
     return _of_this_process().count(file, piece)
 
 
-def _index_piece_in_process(file: SourceFile, number: int, piece: FilePiece) -> Result:
-    return _of_this_process().index_piece(file, number, piece)
+def _index_piece_in_process(file: SourceFile, piece: FilePiece) -> Result:
+    return _of_this_process().index_piece(file, piece)
 
 
-def _join_in_process(task: IndexTask, file: SourceFile, records: Sequence[PartRecord]) -> Result:
-    return join_pieces(IndexFolder(task.out_dir, task.spec.name), file, records)
+def _join_in_process(
+    task: IndexTask, file: SourceFile, pieces: Mapping[FilePiece, PartRecord]
+) -> Result:
+    return join_pieces(IndexFolder(task.out_dir, task.spec.name), file, pieces)

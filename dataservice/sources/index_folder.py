@@ -3,20 +3,26 @@
 INDEX_DIR/SOURCE_NAME/manifest.json          written last: its presence means complete
 INDEX_DIR/SOURCE_NAME/part-<digest>.parquet  one per source file, named after a digest of the file's
 name
+INDEX_DIR/SOURCE_NAME/part-<digest>.parquet.<start>-<end>-<records before>
+                                             a piece of one, until all are joined; nobody opens it
+                                             but the run that goes on behind it
 """
 
 import hashlib
+import re
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
 from dataservice.core.errors import SourceError
 from dataservice.sources.filesystem import open_filesystem, open_to_read, protocols, translate
+from dataservice.sources.formats.protocol import FilePiece
 from dataservice.sources.kept_ranges import version_of
 from dataservice.sources.roots import Roots
 
 MANIFEST = "manifest.json"
+_PIECE = re.compile(r"(part-\w+\.parquet)\.(\d+)-(\d+)-(\d+)")
 
 
 class IndexFolder:
@@ -85,21 +91,35 @@ class IndexFolder:
     def remove_others(self, kept: set[str]) -> None:
         """Remove parts of files that no longer exist, and leftovers of interrupted runs."""
         with translate(self.owner, self.path, "be tidied"):
-            for path in self._fs.ls(self.path, detail=False, refresh=True):
-                name = str(path).rpartition("/")[2]
+            for name, path in self._paths().items():
                 if name.startswith("part-") and name not in kept:
                     self._fs.rm(path)
 
-    def remove_pieces(self, file_names: Collection[str]) -> None:
-        """Remove the pieces of the parts of these source files, as far as there are any."""
-        parts = {part_name(name) for name in file_names}
-        if not parts:
-            return
+    def pieces(self) -> dict[str, list[FilePiece]]:
+        """The pieces of each part that is not joined yet, by its name and in their order."""
+        found: dict[str, list[FilePiece]] = {}
+        with translate(self.owner, self.path, "be listed"):
+            for match in filter(None, map(_PIECE.fullmatch, self._paths())):
+                start, end, before = map(int, match.groups()[1:])
+                piece = FilePiece(start=start, end=end, records_before=before)
+                found.setdefault(match[1], []).append(piece)
+        return {part: sorted(found[part], key=lambda piece: piece.start) for part in found}
+
+    def remove_pieces(self, file_name: str) -> None:
+        """Remove the pieces of the part of this source file."""
+        part = part_name(file_name)
         with translate(self.owner, self.path, "be tidied"):
-            for path in self._fs.ls(self.path, detail=False, refresh=True):
-                name = str(path).rpartition("/")[2]
-                if name.rpartition(".")[0] in parts:
+            for name, path in self._paths().items():
+                if name.rpartition(".")[0] == part:
                     self._fs.rm(path)
+
+    def _paths(self) -> dict[str, str]:
+        """The path of each file, by its name."""
+        try:
+            paths = self._fs.ls(self.path, detail=False, refresh=True)
+        except FileNotFoundError:  # object stores have no empty folders
+            return {}
+        return {str(path).rpartition("/")[2]: str(path) for path in paths}
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -118,6 +138,7 @@ def part_name(file_name: str) -> str:
     return f"part-{hashlib.sha256(file_name.encode()).hexdigest()[:16]}.parquet"
 
 
-def piece_name(file_name: str, number: int) -> str:
-    """Name of the part of one piece of a file, until the pieces are joined."""
-    return f"{part_name(file_name)}.{number}"
+def piece_name(file_name: str, piece: FilePiece) -> str:
+    """Name of the part of one piece of a file, until the pieces are joined. It says which piece, as
+    another run may divide the file otherwise; samples may be named by the records before it."""
+    return f"{part_name(file_name)}.{piece.start}-{piece.end}-{piece.records_before}"

@@ -44,16 +44,16 @@ _LENGTHS_ALONE = [*LENGTH_COLUMNS, "item_shape"]
 
 
 def read_part(
-    folder: IndexFolder, record: PartRecord, limits: DecodeLimits
+    folder: IndexFolder, record: PartRecord, limits: DecodeLimits, name: str = ""
 ) -> Iterator[tuple[pa.Table, LengthTable]]:
     """The columns of a part, one row group at a time, each with its lengths. A row that is no piece
     of a document has the piece 0, and one without a loss weight has 1, also where the part is of a
-    release without the column.
+    release without the column. The part of a piece of a file has a `name` of its own.
 
     Raises IndexStaleError when the part is missing, damaged, or not the one that the manifest's
     `record` describes; the last is known only at the part's end.
     """
-    name = part_name(record.file.name)
+    name = name or part_name(record.file.name)
     found, digest = 0, RowsDigest()
     with _in_words(folder, name), folder.open(name) as stream:
         require_bounded(stream, limits)

@@ -1,16 +1,18 @@
 """Several files are indexed at once, large ones in pieces, by whoever is an `Indexers`.
 
 Contract. What is final is given at once, and is in the index's folder. However it ends, everything
-that was begun is over, and no piece stays behind.
+that was begun is over; pieces that are whole stay in the folder until their file is joined, and the
+next run takes them up, however that divides the file.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, Protocol
 
 from dataservice.sources.file_indexer import Result
@@ -27,6 +29,9 @@ _PIECES_A_PLACE = 4
 SMALLEST_PIECE_BYTES = 2**20
 BATCH_BYTES = 64 * 2**20
 MOST_FILES = 256  # of a batch, however small
+
+Pieces = Mapping[str, Mapping[FilePiece, PartRecord | None]]
+"""Pieces of files in their order, by name, each with its part if an earlier run has left it."""
 
 
 class Indexers(Protocol):
@@ -52,11 +57,11 @@ class Indexers(Protocol):
         """Count the records of a piece."""
         ...
 
-    def index_piece(self, file: SourceFile, number: int, piece: FilePiece) -> "Future[Result]":
+    def index_piece(self, file: SourceFile, piece: FilePiece) -> "Future[Result]":
         """Index a piece of a file, as a part of its own."""
         ...
 
-    def join(self, file: SourceFile, records: Sequence[PartRecord]) -> "Future[Result]":
+    def join(self, file: SourceFile, pieces: Mapping[FilePiece, PartRecord]) -> "Future[Result]":
         """Join the parts of a file's pieces, in their order."""
         ...
 
@@ -93,28 +98,59 @@ class Elsewhere(Protocol):
 
 
 def index_elsewhere(
-    elsewhere: Elsewhere, folder: IndexFolder, files: Sequence[SourceFile], report: Progress
+    elsewhere: Elsewhere,
+    folder: IndexFolder,
+    files: Sequence[SourceFile],
+    report: Progress,
+    left: Pieces,
 ) -> Iterator[Result]:
     """The result of each file, in the order in which files are finished. Small files are given away
     together. Raises what `elsewhere` raises."""
-    shared = divided_among(elsewhere.places, files, elsewhere.divided)
+    shared = divided_among(elsewhere.places, files, elsewhere.divided, left)
     indexers = elsewhere.indexers(folder)
-    return index_shared(indexers, folder, files, shared, report, batch_bytes=BATCH_BYTES)
+    return index_shared(indexers, files, shared, report, batch_bytes=BATCH_BYTES)
 
 
 def unheard(rows: int, done_bytes: int, total_bytes: int) -> None:
     """Progress that nobody wants to hear of."""
 
 
-def divided_among(
-    places: int, files: Sequence[SourceFile], divide: Divide
-) -> Mapping[str, tuple[FilePiece, ...]]:
-    """The pieces of the files worth dividing, by name: at most two for each place, as those who
-    index whole files end together all the same."""
-    total_bytes = sum(file.size_bytes for file in files)
-    piece_bytes = max(math.ceil(total_bytes / (_PIECES_A_PLACE * places)), SMALLEST_PIECE_BYTES)
-    large = [file for file in files if file.size_bytes > 2 * piece_bytes]
-    return divide(large, piece_bytes) if large else {}
+def bytes_to_do(files: Sequence[SourceFile], pieces: Pieces) -> int:
+    """Bytes of these files, without those of pieces whose part is there."""
+    parts = [part for of_file in pieces.values() for part in of_file.items()]
+    done_bytes = sum(piece.end - piece.start for piece, record in parts if record)
+    return sum(file.size_bytes for file in files) - done_bytes
+
+
+def divided_among(places: int, files: Sequence[SourceFile], divide: Divide, left: Pieces) -> Pieces:
+    """The pieces of the files worth dividing: at most two files for each place, as those who index
+    whole files end together all the same; and of those of which pieces are `left`."""
+    to_do_bytes = bytes_to_do(files, left)
+    piece_bytes = max(math.ceil(to_do_bytes / (_PIECES_A_PLACE * places)), SMALLEST_PIECE_BYTES)
+    large = [file for file in files if file.size_bytes > 2 * piece_bytes or file.name in left]
+    found = divide(large, piece_bytes) if large else {}
+    pieces: dict[str, Mapping[FilePiece, PartRecord | None]] = {}
+    for file in large:
+        kept, divided = left.get(file.name, {}), found.get(file.name, ())
+        if kept or divided:
+            among = _between(kept, divided, file.size_bytes)
+            pieces[file.name] = {piece: kept.get(piece) for piece in among}
+    return pieces
+
+
+def _between(
+    left: Iterable[FilePiece], divided: Sequence[FilePiece], size_bytes: int
+) -> Iterator[FilePiece]:
+    """The pieces that are left, as they are, and what lies between them as it is divided now. So
+    two runs need not divide a file alike: wherever a piece begins or ends, a record does."""
+    starts, done = [piece.start for piece in divided], 0
+    for piece in (*left, FilePiece(start=size_bytes, end=size_bytes)):
+        inside = starts[bisect_right(starts, done) : bisect_left(starts, piece.start)]
+        edges = pairwise((done, *inside, piece.start))
+        yield from (FilePiece(start=start, end=end) for start, end in edges if start < end)
+        if piece.start < size_bytes:
+            yield piece
+        done = piece.end
 
 
 Then = Callable[[Any], Sequence[Result]]
@@ -154,45 +190,55 @@ class _Pool:
 
 @dataclass(slots=True)
 class _SharedFile:
-    """A file that is indexed in pieces: counted, then scanned, then joined."""
+    """A file that is indexed in pieces: counted, then scanned, then joined. `results` are there
+    already of some."""
 
     file: SourceFile
-    pieces: Sequence[FilePiece]
+    pieces: list[FilePiece]
     place: int
     pool: _Pool
     indexers: Indexers
+    results: dict[FilePiece, Result]
     counts: dict[int, int | LeftOutFile] = field(default_factory=dict)
-    results: dict[int, Result] = field(default_factory=dict)
+    uncounted: int = 0
 
     def begin(self) -> None:
-        for number, piece in enumerate(self.pieces):
-            then = partial(self._counted, number)
-            self.pool.submit(self.place, then, self.indexers.count, self.file, piece)
+        for number, (piece, behind) in enumerate(pairwise(self.pieces)):
+            if behind not in self.results:  # otherwise its name says what lies before it
+                then = partial(self._counted, number)
+                self.pool.submit(self.place, then, self.indexers.count, self.file, piece)
+                self.uncounted += 1
+        if not self.uncounted:
+            self._index()
 
     def _counted(self, number: int, records: int | LeftOutFile) -> Sequence[Result]:
         self.counts[number] = records
-        if len(self.counts) < len(self.pieces):
-            return []
+        return self._index() if len(self.counts) == self.uncounted else []
+
+    def _index(self) -> Sequence[Result]:
         before = 0
-        for place, piece in enumerate(self.pieces):
-            found = self.counts[place]
+        for number, piece in enumerate(self.pieces):
+            if piece in self.results:
+                before = piece.records_before
+            else:
+                piece = self.pieces[number] = replace(piece, records_before=before)
+                then = partial(self._indexed, piece)
+                self.pool.submit(self.place, then, self.indexers.index_piece, self.file, piece)
+            found = self.counts.get(number, 0)
             if isinstance(found, LeftOutFile):
                 return [found]
-            self.pool.submit(
-                self.place,
-                partial(self._indexed, place),
-                *(self.indexers.index_piece, self.file, place),
-                replace(piece, records_before=before),
-            )
             before += found
-        return []
+        return self._join()
 
-    def _indexed(self, number: int, result: Result) -> Sequence[Result]:
-        self.results[number] = result
+    def _indexed(self, piece: FilePiece, result: Result) -> Sequence[Result]:
+        self.results[piece] = result
+        return self._join()
+
+    def _join(self) -> Sequence[Result]:
         if len(self.results) < len(self.pieces):
             return []
-        results = [self.results[place] for place in range(len(self.pieces))]
-        damaged = [result for result in results if isinstance(result, LeftOutFile)]
+        results = {piece: self.results[piece] for piece in self.pieces}
+        damaged = [each for each in results.values() if isinstance(each, LeftOutFile)]
         if not damaged:
             self.pool.submit(_JOIN, lambda joined: [joined], self.indexers.join, self.file, results)
         return damaged[:1]
@@ -200,22 +246,22 @@ class _SharedFile:
 
 def index_shared(
     indexers: Indexers,
-    folder: IndexFolder,
     files: Sequence[SourceFile],
-    shared: Mapping[str, tuple[FilePiece, ...]],
+    shared: Pieces,
     report: Progress,
     *,
     batch_bytes: int = 0,
 ) -> Iterator[Result]:
     """The same, of files of which some are `shared` in pieces."""
-    total_bytes = sum(file.size_bytes for file in files)
+    total_bytes = bytes_to_do(files, shared)
     pool = _Pool(indexers.places)
     # Largest files first, so that none is worked on alone at the end.
     ordered = sorted(files, key=lambda file: -file.size_bytes)
     whole = []
     for place, file in enumerate(ordered):
-        if file.name in shared:
-            _SharedFile(file, shared[file.name], place, pool, indexers).begin()
+        if pieces := shared.get(file.name):
+            done: dict[FilePiece, Result] = {piece: part for piece, part in pieces.items() if part}
+            _SharedFile(file, list(pieces), place, pool, indexers, done).begin()
         else:
             whole.append((place, file))
     for place, batch in _batches(whole, batch_bytes):
@@ -226,7 +272,6 @@ def index_shared(
             report(*indexers.done, total_bytes)
     finally:
         indexers.close()
-        folder.remove_pieces(shared)
 
 
 def _batches(

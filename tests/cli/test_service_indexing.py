@@ -275,12 +275,35 @@ def test_an_interrupted_run_leaves_no_process_and_keeps_what_is_finished(home, s
     with pytest.raises(KeyboardInterrupt):
         index_there(home, service, progress=interrupt)
     left = [path.name for path in parts.iterdir()]
-    assert left
-    assert all(name.endswith(".parquet") for name in left), "no piece stays"
+    whole = [name for name in left if name.endswith(".parquet")]
+    assert whole
     service.wait_for(asyncio.sleep(0.2))
     assert not service.process_ids
     (made,) = index_there(home, service)
-    assert made.files_reused == len(left)
+    assert (made.files_reused, made.pieces_reused) == (len(whole), len(left) - len(whole))
+
+
+def test_pieces_that_an_interrupted_run_has_left_are_not_asked_for_again(home, service):
+    parts = home / "there" / "text"
+
+    def left() -> list[Path]:
+        return list(parts.glob("part-*.parquet.*-*[0-9]"))
+
+    def interrupt(source: str, rows: int, done: int, total: int) -> None:
+        if left():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        index_there(home, service, progress=interrupt)
+    pieces = len(left())
+    service.asked.clear()
+    told: dict[str, Any] = {}
+    made = index_there(home, service, progress=lambda name, *now: told.__setitem__(name, now))
+    assert service.asked.count("piece") == 4 - pieces
+    assert [each.pieces_reused for each in made] == [0, 0, pieces, 0]
+    assert told["text"][1] == told["text"][2], "all bytes that were to be done"
+    index_here(home)
+    require_alike(home)
 
 
 def test_processes_that_index_have_the_priority_of_their_program_which_is_the_lowest(home, service):

@@ -74,7 +74,7 @@ def begin(service: ServiceProcess, job: Path) -> Iterator[Callable[[], "subproce
 
 
 def pieces(index: Path) -> list[Path]:
-    return list(index.glob("texts/part-*.parquet.[0-9]"))
+    return list(index.glob("texts/part-*.parquet.*-*-*[0-9]"))
 
 
 def summaries(text: str) -> dict[str, Any]:
@@ -118,11 +118,13 @@ def test_a_command_that_is_killed_is_resumed_by_the_next(service, home, job, beg
     assert running.poll() is None, "it is in the midst of it"
     running.kill()
     running.communicate()
+    left = pieces(index)
     wait_for(lambda: not indexers(service), LIMIT_S)
     done = begin()
     out, err = done.communicate(timeout=LIMIT_S)
     assert done.returncode == 0, err
     assert summaries(out)["images"]["files_reused"] == 2
+    assert summaries(out)["texts"]["pieces_reused"] == len(left) > 0
     require_alike(home, index)
 
 

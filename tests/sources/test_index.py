@@ -1,7 +1,11 @@
 """Building an index: resuming, what is skipped, several processes, failure."""
 
+import contextlib
 import json
+import os
+import pickle
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -26,15 +31,19 @@ from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files
 from dataservice.sources.formats.webdataset_tar import WebDatasetTar
 from dataservice.sources.index import IndexSummary, build_index
-from dataservice.sources.index_folder import part_name
+from dataservice.sources.index_folder import MANIFEST, part_name
+from dataservice.sources.index_part import read_record
 from dataservice.sources.manifest import MediaCounts
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.storage import SourceFile
+from tests.waiting import wait_for
 
 Spec = Callable[..., SourceSpec]
 Write = Callable[..., Path]
 
 MEASURER_MODULE = """
+import os
+import time
 from dataservice.core.sample import SampleLengths
 
 class LengthMeasurer:
@@ -42,8 +51,13 @@ class LengthMeasurer:
     def measure(self, raw):
         text = raw.record["text"]
         if text == "die":
-            import os
             os._exit(9)
+        while "hold" in text and os.path.exists(os.environ["HOLD"]):
+            open(f"{os.environ['HOLD']}.{os.getpid()}", "w").close()
+            time.sleep(0.01)
+        if "MEASURED" in os.environ:
+            with open(os.environ["MEASURED"], "ab", buffering=0) as log:
+                log.write(b".")
         return SampleLengths(llm_tokens=len(text), loss_tokens=1)
     def measure_pieces(self, raw):
         return (self.measure(raw),)
@@ -491,8 +505,226 @@ def test_shared_files_that_are_finished_when_a_run_is_interrupted_are_kept(
         build(out_dir=str(tmp_path / "index"), progress=interrupt)
     left = [path.name for path in index.iterdir()]
     assert left
-    assert all(name.endswith(".parquet") for name in left), "no piece stays"
-    assert build(out_dir=str(tmp_path / "index")).files_reused == len(left)
+    whole = [name for name in left if name.endswith(".parquet")]
+    assert whole
+    again = build(out_dir=str(tmp_path / "index"))
+    assert (again.files_reused, again.pieces_reused) == (len(whole), len(left) - len(whole))
+
+
+class Begun:
+    """A large file that two processes share, until both wait at samples of its later part, and what
+    they have left of it then: pieces, and no part."""
+
+    def __init__(self, folder: Path, source: SourceSpec, measurer: type[SampleMeasurer]) -> None:
+        self.source, self.measurer = source, measurer
+        self.out, self.index = folder / "index", folder / "index" / "src"
+        self.hold, self.log = folder / "hold", folder / "measured"
+
+    def pieces(self) -> list[Path]:
+        return sorted(self.index.glob("part-*.parquet.*-*[0-9]"))
+
+    def in_its_midst(self) -> bool:
+        """Whether both processes wait."""
+        return len(list(self.hold.parent.glob("hold.*"))) == 2
+
+    def samples(self, pieces: Sequence[Path] | None = None) -> int:
+        """Of these pieces, or of all: those that were measured."""
+        found = self.pieces() if pieces is None else pieces
+        with contextlib.ExitStack() as opened:
+            records = [read_record(opened.enter_context(piece.open("rb"))) for piece in found]
+        return sum(record.rows + len(record.skipped) for record in records if record)
+
+    def interrupt(self, *_: int) -> None:
+        if self.hold.exists() and self.in_its_midst():
+            self.hold.unlink()  # what is begun is finished, and kept too
+            raise KeyboardInterrupt
+
+    def build(self, **options: Any) -> IndexSummary:
+        made = {"out_dir": str(self.out), "make_measurer": self.measurer, **options}
+        return build_index(self.source, **made)
+
+    def leave_pieces(self) -> int:
+        """The samples of the pieces that an interrupted run leaves."""
+        with pytest.raises(KeyboardInterrupt):
+            self.build(workers=2, progress=self.interrupt)
+        assert not list(self.index.glob("*.parquet"))
+        self.log.unlink()
+        assert 0 < self.samples() < BEGUN
+        return self.samples()
+
+    def measured(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def require_as_in_one_go(self, made: IndexSummary) -> None:
+        """The index is the one that one run makes, and no piece is left of it."""
+        one = self.build(out_dir=str(self.out.parent / "one"))
+        assert replace(made, seconds=0, pieces_reused=0) == replace(one, seconds=0)
+        folders = [self.index, self.out.parent / "one" / "src"]
+        names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+        assert names[0] == names[1], "nothing is left behind"
+        manifests = [(folder / MANIFEST).read_text() for folder in folders]
+        assert manifests[0] == manifests[1], "the digests of contents and places among it"
+        catalogs = [
+            find_index([self.source], str(folder.parent), self.measurer.fingerprint).read()
+            for folder in folders
+        ]
+        ids = np.arange(one.rows)
+        assert catalogs[0].details(ids) == catalogs[1].details(ids)
+
+
+BEGUN = 600  # samples
+
+
+def begun_texts() -> list[str]:
+    texts = [f"text {k} ".ljust(k % 30 + 20, "x") for k in range(BEGUN)]
+    texts = [text if k < 200 else f"{text} hold" for k, text in enumerate(texts)]
+    texts[3] = texts[450] = ""  # which cannot be used
+    return texts
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def begun(
+    tmp_path: Path,
+    spec: Spec,
+    write_jsonl: Write,
+    write_parquet: Write,
+    spawnable: type[SampleMeasurer],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Begun:
+    monkeypatch.setattr(index_files, "SMALLEST_POOLED_BYTES", 0)
+    monkeypatch.setattr(shared_indexing, "SMALLEST_PIECE_BYTES", 1000)
+    monkeypatch.setenv("HOLD", str(tmp_path / "hold"))
+    monkeypatch.setenv("MEASURED", str(tmp_path / "measured"))
+    (tmp_path / "hold").touch()
+    if request.param == "jsonl":
+        write_jsonl(tmp_path / "data" / "large.jsonl", [{"text": text} for text in begun_texts()])
+    else:
+        write_parquet(tmp_path / "data" / "large.parquet", {"text": begun_texts()})
+    return Begun(tmp_path, spec(tmp_path / "data", request.param), spawnable)
+
+
+only_lines = pytest.mark.parametrize("begun", ["jsonl"], indirect=True)
+
+KILLED_RUN = """
+import pickle, sys
+from dataservice.sources import index_files, shared_indexing
+from dataservice.sources.index import build_index
+
+if __name__ == "__main__":
+    from spawned_measurer import LengthMeasurer
+    index_files.SMALLEST_POOLED_BYTES = 0
+    shared_indexing.SMALLEST_PIECE_BYTES = 1000
+    source, out = pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2]
+    build_index(source, out_dir=out, make_measurer=LengthMeasurer, workers=2)
+"""
+
+
+def test_a_run_that_is_killed_amid_a_large_file_is_taken_up_behind_its_pieces(
+    tmp_path: Path, begun: Begun
+) -> None:
+    (tmp_path / "killed_run.py").write_text(KILLED_RUN)
+    arguments = [pickle.dumps(begun.source).hex(), str(begun.out)]
+    running = subprocess.Popen(
+        [sys.executable, str(tmp_path / "killed_run.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    with running:
+        wait_for(lambda: begun.in_its_midst() or running.poll() is not None)
+        assert running.poll() is None, "it is in the midst of it"
+        processes = psutil.Process(running.pid).children(recursive=True)
+        running.kill()
+    assert len(processes) >= 2
+    assert not psutil.wait_procs(processes, timeout=60)[1], "none of them writes beside the next"
+    left, pieces = begun.samples(), begun.pieces()
+    begun.log.unlink()
+    begun.hold.unlink()
+    told: list[tuple[int, int, int]] = []
+    made = begun.build(workers=3, progress=lambda *numbers: told.append(numbers))
+    assert 0 < begun.measured() == BEGUN - left < BEGUN
+    assert made.pieces_reused == len(pieces)
+    assert told[-1] == (BEGUN - left, told[0][2], told[0][2]), "all that was to be done"
+    begun.require_as_in_one_go(made)
+
+
+@only_lines
+def test_a_single_process_takes_up_what_several_have_left(begun: Begun) -> None:
+    left = begun.leave_pieces()
+    made = begun.build(workers=1)
+    assert begun.measured() == BEGUN - left
+    begun.require_as_in_one_go(made)
+
+
+@only_lines
+def test_a_file_of_which_all_pieces_are_left_is_only_joined(begun: Begun) -> None:
+    begun.hold.unlink()
+
+    def interrupt(rows: int, done_bytes: int, total_bytes: int) -> None:
+        if done_bytes == total_bytes:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begun.build(workers=2, progress=interrupt)
+    assert begun.measured() == BEGUN
+    pieces = len(begun.pieces())
+    made = begun.build(workers=2)
+    assert (begun.measured(), made.pieces_reused) == (BEGUN, pieces)
+    begun.require_as_in_one_go(made)
+
+
+def cut_off(piece: Path) -> None:
+    piece.write_bytes(piece.read_bytes()[:-20])
+
+
+def other_rows(piece: Path) -> None:
+    """Rows that fit no more what the piece says of them."""
+    with pq.ParquetFile(piece) as part:
+        rows, said = part.read(), part.metadata.metadata
+    kept = rows.take([1, 0, *range(2, rows.num_rows)])
+    pq.write_table(kept.replace_schema_metadata(said), piece)
+
+
+@only_lines
+@pytest.mark.parametrize("damage", [cut_off, other_rows])
+def test_a_damaged_piece_that_was_left_is_made_again(
+    begun: Begun, damage: Callable[[Path], None]
+) -> None:
+    begun.leave_pieces()
+    first, damaged, *others = begun.pieces()
+    left = begun.samples([first, *others])
+    damage(damaged)
+    made = begun.build(workers=2)
+    assert (begun.measured(), made.pieces_reused) == (BEGUN - left, len(others) + 1)
+    begun.require_as_in_one_go(made)
+
+
+@only_lines
+def test_no_piece_is_used_of_a_file_that_has_changed_since(begun: Begun, tmp_path: Path) -> None:
+    begun.leave_pieces()
+    data = tmp_path / "data" / "large.jsonl"
+    data.write_text(data.read_text().replace("text 7 ", "next 7 "))
+    made = begun.build(workers=2)
+    assert (begun.measured(), made.pieces_reused) == (BEGUN, 0)
+    begun.require_as_in_one_go(made)
+
+
+@only_lines
+def test_no_piece_is_used_of_another_recipe(begun: Begun) -> None:
+    begun.leave_pieces()
+    begun.source = replace(begun.source, ignore=("url",))
+    made = begun.build(workers=2)
+    assert (begun.measured(), made.pieces_reused) == (BEGUN, 0)
+    begun.require_as_in_one_go(made)
+
+
+@only_lines
+def test_pieces_of_a_file_that_is_gone_go_when_a_run_completes(
+    begun: Begun, tmp_path: Path, write_jsonl: Write
+) -> None:
+    begun.leave_pieces()
+    (tmp_path / "data" / "large.jsonl").unlink()
+    write_jsonl(tmp_path / "data" / "other.jsonl", [{"text": "x"}])
+    begun.require_as_in_one_go(begun.build())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
