@@ -207,7 +207,8 @@ def _print_indexed(summaries: "Sequence[IndexSummary]", index_dir: str, as_json:
 
 def _print_summaries(summaries: "Sequence[IndexSummary]", index_dir: str | None) -> None:
     console.print(show_index.index_table(summaries))
-    for line in (*show_index.cut(summaries), *show_index.left_out(summaries, index_dir)):
+    told = (*show_index.taken_up(summaries), *show_index.cut(summaries))
+    for line in (*told, *show_index.left_out(summaries, index_dir)):
         console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -57,6 +57,13 @@ def cut(summaries: Sequence["IndexSummary"]) -> Iterator[Text]:
             )
 
 
+def taken_up(summaries: Sequence["IndexSummary"]) -> Iterator[Text]:
+    """How much an earlier run had made of files that it did not finish."""
+    for summary in summaries:
+        if summary.pieces_reused:
+            yield Text(f"{summary.source}: pieces kept of large files: {summary.pieces_reused:,}")
+
+
 def left_out(summaries: Sequence["IndexSummary"], index_dir: str | None) -> Iterator[Text]:
     """What is not in the index: damaged files, and samples grouped by the reason's text. Without
     an `index_dir`, of an index that is not kept."""

@@ -1,10 +1,11 @@
 """What `index` prints fits the terminal that it prints on, and leaves nothing out for that."""
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 
-from dataservice.cli.show_index import index_table, left_out
+from dataservice.cli.show_index import index_table, left_out, taken_up
 from dataservice.cli.terminal import Terminal
 from dataservice.sources.index import IndexSummary, TokenFigures
 from dataservice.sources.manifest import MediaCounts, SkippedSample
@@ -79,6 +80,11 @@ def test_no_character_of_a_source_s_name_is_lost(width):
     for table in tables:
         cells = [line.split()[0] for line in table.splitlines()[2:] if line[1:2].strip()]
         assert "".join(cells) == f"{LONG}ocr"
+
+
+def test_what_an_earlier_run_had_made_of_large_files_is_told():
+    made = [summary("ocr"), replace(summary("text"), pieces_reused=1_312)]
+    assert [str(line) for line in taken_up(made)] == ["text: pieces kept of large files: 1,312"]
 
 
 def test_what_was_left_out_has_a_line_a_reason():
