@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 
@@ -60,6 +60,7 @@ class SqliteLedger(SqliteFile):
         # Whether a job may have archives, once it was asked: most have none, and every step is
         # looked for.
         self._archived_jobs: dict[str, bool] = {}
+        self._archived_last = ""  # the job whose entries went last: the next visit begins there
 
     def put_ledger(self, entry: LedgerEntry, contents: Sequence[tuple[int, bytes]] = ()) -> None:
         """Insert, or replace the entry of the same (job, attempt, step); record with it the
@@ -104,7 +105,8 @@ class SqliteLedger(SqliteFile):
     def ledger_of_step(self, job: str, step: int) -> list[LedgerEntry]:
         """The entries of one step, by attempt."""
         with self._turn:
-            rest = "FROM ledger WHERE job = ? AND step = ?"
+            # By itself SQLite takes the primary key, and reads all steps of the job.
+            rest = "FROM ledger INDEXED BY ledger_by_step WHERE job = ? AND step = ?"
             entries = {e.attempt: e for e in self._select(LedgerEntry, rest, job, step)}
             for run in self._runs(job, "? BETWEEN first_step AND last_step", step):
                 if run.attempt not in entries:
@@ -154,34 +156,65 @@ class SqliteLedger(SqliteFile):
         """Move entries that were planned before then from the table to a file: at most MOST_ROWS of
         one job. Returns how many; 0 where no job has as many as LEAST_ROWS. Entries of an attempt
         that may still train stay until they are KEPT_STEPS behind its newest commit. Other calls
-        wait meanwhile, about .2 s. Raises StateError where the file cannot be written."""
-        with self._turn:
-            for (job,) in self._rows("SELECT name FROM jobs ORDER BY name"):
-                entries = self._old_entries(job, planned_before_unix_s)
-                if len(entries) >= LEAST_ROWS:
-                    self._archive(entries)
-                    return len(entries)
+        wait while a job is looked at, and about .2 s while a file is written. Raises StateError
+        where it cannot be."""
+        names = [name for (name,) in self._rows("SELECT name FROM jobs ORDER BY name")]
+        for job in sorted(names, key=lambda name: (name < self._archived_last, name)):
+            with self._turn:
+                moved = self._archive_job(job, planned_before_unix_s)
+            if moved:
+                self._archived_last = job
+                return moved
         return 0
 
-    def _old_entries(self, job: str, planned_before_unix_s: float) -> list[LedgerEntry]:
-        entries: list[LedgerEntry] = []
-        attempts = [n for (n,) in self._rows("SELECT attempt FROM attempts WHERE job = ?", job)]
-        for attempt in attempts:
-            newest = attempt == attempts[-1]
-            limit = self.last_committed_step(job, attempt) - KEPT_STEPS if newest else _NEVER
-            rest = "FROM ledger WHERE job = ? AND attempt = ? AND step < ? ORDER BY step LIMIT ?"
-            room = MOST_ROWS - len(entries)
-            found = self._select(LedgerEntry, rest, job, attempt, limit, room)
-            old = (entry.planned_unix_s < planned_before_unix_s for entry in found)
-            entries += [entry for entry, _ in zip(found, takewhile(bool, old), strict=False)]
-            if len(entries) == MOST_ROWS:
-                break
-        return entries
+    def _archive_job(self, job: str, planned_before_unix_s: float) -> int:
+        old = list(self._old_steps(job, planned_before_unix_s))
+        if sum(rows for _, _, rows in old) < LEAST_ROWS:
+            return 0
+        rest = "FROM ledger WHERE job = ? AND attempt = ? AND step < ? ORDER BY step LIMIT ?"
+        entries = [
+            entry
+            for attempt, end, rows in old
+            for entry in self._select(LedgerEntry, rest, job, attempt, end, rows)
+        ]
+        self._archive(entries)
+        return len(entries)
+
+    def _old_steps(self, job: str, planned_before_unix_s: float) -> Iterator[tuple[int, int, int]]:
+        """Of each attempt with old entries: the first step behind them, and their number; of all
+        attempts at most MOST_ROWS. No entry is read, and of the others only the first."""
+        newest = self._number("SELECT COALESCE(MAX(attempt), -1) FROM attempts WHERE job = ?", job)
+        following = "SELECT COALESCE(MIN(attempt), -1) FROM ledger WHERE job = ? AND attempt > ?"
+        attempt, room = self._number(following, job, -1), MOST_ROWS
+        while attempt >= 0 and room:
+            limit = self.last_committed_step(job, attempt) - KEPT_STEPS
+            limit = limit if attempt == newest else _NEVER
+            end = self._number(
+                "SELECT COALESCE((SELECT step FROM (SELECT step, planned_unix_s FROM ledger "
+                "WHERE job = ? AND attempt = ? AND step < ? ORDER BY step LIMIT ?) "
+                "WHERE planned_unix_s >= ? LIMIT 1), ?)",
+                *(job, attempt, limit, room, planned_before_unix_s, limit),
+            )
+            rows = self._number(
+                "SELECT COUNT(*) FROM (SELECT 1 FROM ledger "
+                "WHERE job = ? AND attempt = ? AND step < ? LIMIT ?)",
+                *(job, attempt, end, room),
+            )
+            yield attempt, end, rows
+            attempt, room = self._number(following, job, attempt), room - rows
 
     def _archive(self, entries: Sequence[LedgerEntry]) -> None:
         job, file = entries[0].job, secrets.token_hex(8)
         self._files.write(file, entries)
         self._archived_jobs[job] = True
+        try:
+            self._take_over(job, file, entries)
+        except Exception:  # they stay in the table, and nobody knows of the file
+            self._files.remove([file])
+            raise
+
+    def _take_over(self, job: str, file: str, entries: Sequence[LedgerEntry]) -> None:
+        """Have these entries be those of a file that holds them, and no more in the table."""
         with self._transaction() as db:
             (number,) = db.execute(
                 "SELECT COALESCE(MAX(number), 0) + 1 FROM archives WHERE job = ?", (job,)

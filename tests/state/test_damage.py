@@ -358,5 +358,6 @@ def test_no_question_of_a_restart_or_a_page_of_explain_scans_the_ledger(
         steps = " ".join(row[3] for row in plan)
         assert "SEARCH" in steps, (query, steps)
         assert "SCAN ledger" not in steps, (query, steps)
+        assert "ledger USING PRIMARY KEY (job=?)" not in steps, (query, "all steps of the job")
         assert "TEMP B-TREE" not in steps, (query, steps)
     store.close()

@@ -1,6 +1,7 @@
 """Old entries of the ledger lie in Parquet files, and nobody who asks can tell."""
 
 import random
+import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
@@ -226,3 +227,51 @@ def test_a_step_takes_less_than_half_of_the_room_in_a_file(
     store.close()
     (file,) = files_of(tmp_path)
     assert file.stat().st_size / moved < (tmp_path / FILE).stat().st_size / (2 * steps) / 2
+
+
+def test_a_visit_reads_no_entry_where_none_is_old(
+    tmp_path: Path, everything_is_old: None, connections: list[sqlite3.Connection]
+) -> None:
+    store = filled(tmp_path, steps=20)
+    asked: list[str] = []
+    connections[-1].set_trace_callback(asked.append)
+    assert store.archive_ledger(0.0) == 0
+    connections[-1].set_trace_callback(None)
+    assert asked
+    assert not [query for query in asked if "plan_digest" in query]
+    store.close()
+
+
+def test_the_next_visit_begins_with_the_job_of_the_last(
+    tmp_path: Path, everything_is_old: None, connections: list[sqlite3.Connection]
+) -> None:
+    store = SqliteStateStore(tmp_path)
+    for name in ("a", "b", "c"):
+        put_job(store, name)
+        put_attempt(store, 1, name)
+        for step in range(4):
+            store.put_ledger(entry(step, name=name, day=9.0 if name == "a" else 0.0))
+            store.commit_step(name, 1, step, 99.5)
+    assert store.archive_ledger(86_400.0) == 3, "of b, the first that has old ones"
+    asked: list[str] = []
+    connections[-1].set_trace_callback(asked.append)
+    assert store.archive_ledger(86_400.0) == 3
+    connections[-1].set_trace_callback(None)
+    looked_at = [name for query in asked for name in "abc" if f"'{name}'" in query]
+    assert list(dict.fromkeys(looked_at)) == ["b", "c"]
+    store.close()
+
+
+def test_a_file_that_no_transaction_names_is_removed(
+    tmp_path: Path, everything_is_old: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path, steps=8)
+
+    def fails(*of: object) -> object:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(sqlite_ledger, "runs_of", fails)
+    with pytest.raises(StateError):
+        store.archive_ledger(1e9)
+    assert not files_of(tmp_path)
+    store.close()
