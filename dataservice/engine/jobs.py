@@ -122,7 +122,7 @@ class JobTable:
             if await in_store(self._store.last_attempt, record.name) is not None:
                 ran[team_of(record.name)].append(job)
         self._restoring = [
-            asyncio.create_task(self._restore_each(team, left))
+            asyncio.create_task(self._restore_each(left))
             for team, jobs in ran.items()
             for left in [iter(jobs)]
             for _ in range(self._openings.most_of(team))
@@ -137,11 +137,11 @@ class JobTable:
         self._openings.close()
         await cancel_all(*self._restoring)
 
-    async def _restore_each(self, team: str, left: Iterator[RunningJob]) -> None:
+    async def _restore_each(self, left: Iterator[RunningJob]) -> None:
         """Restore jobs of a team as long as some are `left`."""
         for job in left:
-            await self._openings.gap(team)
-            await self._restored(job)
+            async with self._openings.gap(job.record.name):
+                await self._restored(job)
 
     async def _restored(self, job: RunningJob) -> None:
         try:
@@ -168,7 +168,18 @@ class JobTable:
 
     async def setup(self, job: RunningJob) -> JobSetup:
         """The job under the newest version of its file; with it the attempt that ran last is
-        restored. Opening that failed is tried again each time."""
+        restored. Opening that failed is tried again for who asks then."""
+        while True:
+            if job.restored and job.setup is not None and not job.opening.locked():
+                return job.setup
+            if job.setting_up is None:
+                job.setting_up = detach(self._set_up(job))
+                job.setting_up.add_done_callback(lambda _: setattr(job, "setting_up", None))
+            setup = await asyncio.shield(job.setting_up)
+            if setup.record.spec_version == job.record.spec_version:  # else it changed meanwhile
+                return setup
+
+    async def _set_up(self, job: RunningJob) -> JobSetup:
         async with job.opening:
             record = job.record
             setup = job.setups.get(record.spec_version)

@@ -10,7 +10,8 @@ that would have stayed free: whoever asks for another one finds no queue of thos
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -35,6 +36,7 @@ class Openings:
         self._at_once = at_once
         self._submitted: Counter[str] = Counter()
         self._all: Counter[str] = Counter()
+        self._reserved: set[str] = set()
         self._one_over = asyncio.Event()
 
     async def run(
@@ -53,12 +55,26 @@ class Openings:
     async def run_registered(self, job: str, work: Callable[[], Result]) -> Result:
         """The same for a job that is registered, whose openings take turns: as many may wait as the
         team has jobs, as they do when a service starts again under all their ranks."""
+        if job in self._reserved:  # it is counted
+            self._reserved.remove(job)
+            self._all[team_of(job)] -= 1
         return await asyncio.shield(self._begun(job, work, self._all))
 
-    async def gap(self, team: str) -> None:
-        """Wait until an opening of this team would begin at once."""
+    @asynccontextmanager
+    async def gap(self, job: str) -> AsyncIterator[None]:
+        """Begins once an opening of this registered job would begin at once; the first one of it
+        within does."""
+        team = team_of(job)
         while not self._has_room(team):
             await self._one_over.wait()
+        self._all[team] += 1
+        self._reserved.add(job)
+        try:
+            yield
+        finally:
+            if job in self._reserved:  # it was open already
+                self._reserved.remove(job)
+                self._is_over(team, self._all)
 
     def most_of(self, team: str) -> int:
         """How many openings of a team go on at once."""
@@ -75,17 +91,17 @@ class Openings:
         for counts in counted:
             counts[team] += 1
 
-        def over(_: asyncio.Task[Result]) -> None:
-            for counts in counted:
-                counts[team] -= 1
-                if not counts[team]:
-                    del counts[team]
-            self._one_over.set()  # whoever waits for it now looks again
-            self._one_over.clear()
-
         task = detach(self._threads.run(job, partial(self._unless_closed, work)))
-        task.add_done_callback(over)
+        task.add_done_callback(lambda _: self._is_over(team, *counted))
         return task
+
+    def _is_over(self, team: str, *counted: Counter[str]) -> None:
+        for counts in counted:
+            counts[team] -= 1
+            if not counts[team]:
+                del counts[team]
+        self._one_over.set()  # whoever waits for it now looks again
+        self._one_over.clear()
 
     def _unless_closed(self, work: Callable[[], Result]) -> Result:
         if self._closed:

@@ -14,8 +14,9 @@ from dataservice.engine.loop import AttemptLoop
 @dataclass(slots=True, kw_only=True)
 class RunningJob:
     """A job with its attempts: those that form, by launch, and the one that runs. `setups` has the
-    job under each version of its file that is in use. `checking` checks whether the index is
-    current, once for all ranks that ask meanwhile. `deleted` is for ranks that still ask then."""
+    job under each version of its file that is in use. `setting_up` opens and restores it, and
+    `checking` checks whether the index is current: once for all ranks that ask meanwhile, also
+    where those that asked first are gone. `deleted` is for ranks that still ask then."""
 
     record: JobRecord
     setups: dict[int, JobSetup] = field(default_factory=dict)
@@ -28,6 +29,7 @@ class RunningJob:
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
+    setting_up: asyncio.Task[JobSetup] | None = None
     checking: asyncio.Task[None] | None = None
     deleted: bool = False
 

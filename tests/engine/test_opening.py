@@ -68,8 +68,9 @@ async def test_what_nobody_asked_for_begins_only_in_a_thread_that_is_free(held: 
     openings = Openings(at_once=AT_ONCE)
 
     async def beside(job: str) -> str:
-        await openings.gap("")
-        return await openings.run_registered(job, held.work(job))
+        async with openings.gap(job):
+            await asyncio.sleep(0)  # as one who sets a job up in a task of its own
+            return await openings.run_registered(job, held.work(job))
 
     first = [asyncio.create_task(beside(f"beside-{k}")) for k in range(AT_ONCE + 3)]
     await until(lambda: len(held.begun) == AT_ONCE)
@@ -88,12 +89,20 @@ async def test_a_gap_is_not_for_a_team_that_has_as_many_threads_as_it_may(held: 
         for k in range(AT_ONCE)
     ]
     await until(lambda: len(held.begun) == AT_ONCE - 1)
-    await openings.gap("b")
-    waiting = asyncio.create_task(openings.gap("a"))
+    entered = []
+
+    async def pass_through(job: str) -> None:
+        async with openings.gap(job):
+            entered.append(job)
+
+    await pass_through("b/1")
+    waiting = asyncio.create_task(pass_through("a/9"))
     await _settled()
-    assert not waiting.done()
+    assert entered == ["b/1"]
+    await pass_through("b/2")  # what opened nothing gives its place back
     held.go.set()
     await asyncio.gather(*full, waiting)
+    assert entered == ["b/1", "b/2", "a/9"]
 
 
 async def test_a_team_may_have_so_many_submissions_waiting_and_no_more(held: Held):

@@ -4,7 +4,10 @@ import asyncio
 import threading
 from dataclasses import replace
 
+import pytest
+
 from dataservice.core.cursor import Cursor
+from dataservice.core.errors import SpecError
 from dataservice.core.job import AttemptRecord, JobRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.engine.opening import MOST_WAITING
@@ -48,10 +51,10 @@ async def test_a_job_that_a_rank_asks_for_does_not_wait_behind_the_others():
     await until(lambda: len(opened) == AT_ONCE)
     wanted = "team-0/job-069"
     ranks = asyncio.create_task(open_all(coordinator, job=wanted))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.1)  # until it waits
     held.set()
     await ranks
-    assert wanted in opened[: 2 * AT_ONCE], "before all but those that begin with its team's"
+    assert wanted in opened[: 2 * AT_ONCE], "before those of its team that nobody asks for"
     await coordinator.restored()
     assert sorted(opened) == [record.name for record in store.jobs()]
     await coordinator.stop()
@@ -73,4 +76,54 @@ async def test_ranks_of_all_jobs_may_wait_at_once():
     await asyncio.sleep(0.1)  # until all wait
     held.set()
     await asyncio.gather(*ranks)
+    await coordinator.stop()
+
+
+async def test_a_job_is_opened_once_for_all_ranks_that_come_and_go_meanwhile():
+    held, opened = threading.Event(), []
+    setup = make_setup(samples=40)
+
+    def open_job(record: JobRecord) -> JobSetup:
+        opened.append(record.name)
+        assert held.wait(LIMIT_S)
+        return replace(setup, record=record)
+
+    store = MemoryStateStore()
+    store.put_job(JobRecord(name="job", spec_json="{}", index_fingerprint="f"))
+    coordinator = make_coordinator(store, Books(), open_job=open_job)
+    await coordinator.start()
+    for _ in range(20):
+        gone = asyncio.create_task(open_all(coordinator, job="job"))
+        await asyncio.sleep(0.005)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+    ranks = asyncio.create_task(open_all(coordinator, job="job"))
+    await asyncio.sleep(0.02)
+    held.set()
+    await ranks
+    assert opened == ["job"]
+    await coordinator.stop()
+
+
+async def test_ranks_that_wait_for_a_job_that_cannot_be_opened_are_told_by_one_try():
+    held, tries = threading.Event(), []
+
+    def open_job(record: JobRecord) -> JobSetup:
+        tries.append(record.name)
+        assert held.wait(LIMIT_S)
+        raise SpecError("its storage is away.")
+
+    store = MemoryStateStore()
+    store.put_job(JobRecord(name="job", spec_json="{}", index_fingerprint="f"))
+    coordinator = make_coordinator(store, Books(), open_job=open_job)
+    await coordinator.start()
+    ranks = [asyncio.create_task(open_all(coordinator, job="job")) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    held.set()
+    told = await asyncio.gather(*ranks, return_exceptions=True)
+    assert [str(each) for each in told] == ["its storage is away."] * 5
+    assert tries == ["job"]
+    with pytest.raises(SpecError):
+        await open_all(coordinator, job="job")
+    assert tries == ["job", "job"], "tried again for who asks then"
     await coordinator.stop()
