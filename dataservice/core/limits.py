@@ -5,12 +5,15 @@ its own. Each way by which a user's bytes become memory or time has a cap here, 
 the allocation it guards. The operator sets them, for all jobs of a service.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.job import STRICT
+
+_LISTS = (list, tuple)
+_NESTED = (dict, *_LISTS, Mapping)  # the usual ones first: Mapping is asked by code in Python
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,19 +91,22 @@ class DecodeLimits:
                 "out, make it smaller before indexing, or have the service's limits raised."
             )
 
+    def check_text(self, texts: Sequence[str]) -> None:
+        """Raises SampleError where texts have more than `max_text_bytes` in UTF-8 together."""
+        # They are counted only where it matters: a character has 4 at most.
+        if 4 * sum(map(len, texts)) > self.max_text_bytes:
+            size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+            self.check("max_text_bytes", size, "the sample: bytes of text")
+
     def check_nesting(self, value: object, what: str) -> None:
         """Raises SampleError where objects and lists nest deeper than `max_record_depth`.
         O(values)."""
         level, depth = [value], 0
         # Most values are text, of which it is soon known that it holds none.
-        while level := [
-            v for v in level if not isinstance(v, str) and isinstance(v, Mapping | list | tuple)
-        ]:
+        while level := [v for v in level if not isinstance(v, str) and isinstance(v, _NESTED)]:
             depth += 1
             self.check("max_record_depth", depth, f"{what}: levels of nesting")
-            level = [
-                inner for v in level for inner in (v.values() if isinstance(v, Mapping) else v)
-            ]
+            level = [inner for v in level for inner in (v if isinstance(v, _LISTS) else v.values())]
 
     @property
     def changed(self) -> dict[str, float]:

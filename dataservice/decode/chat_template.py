@@ -284,11 +284,16 @@ class ChatTemplate:
     # ---- content ----
 
     def _turn(self, message: Message) -> dict[str, object]:
+        spoken: dict[str, object] = {
+            "role": self._guard.protect(message.role),
+            "content": self._content(message),
+        }
+        if not message.extras:
+            return spoken
         extras = {key: self._guard.protect_all(value) for key, value in message.extras.items()}
         thoughts = next((extras[key] for key in THOUGHTS if key in extras), None)
         if thoughts is not None:
             extras = {"thinking": thoughts, **extras, THOUGHTS[0]: thoughts}
-        spoken = {"role": self._guard.protect(message.role), "content": self._content(message)}
         return {**spoken, **extras, **spoken}
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:

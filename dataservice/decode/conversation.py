@@ -50,6 +50,7 @@ _QUESTIONS = ("question", "problem")
 # What a question may refer to, and the reader would not show.
 _BESIDE_QUESTIONS = ("choices", "options")
 _TRANSCRIPTS = ("sentence", "transcription", "transcript")
+_LISTS = (list, tuple)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
@@ -121,10 +122,9 @@ def read_record(
     return result
 
 
-def text_bytes(source: Conversation | Document) -> int:
-    """Bytes of the text of all parts in UTF-8."""
-    texts = (part for part in _parts(source) if isinstance(part, str))
-    return sum(len(text.encode(errors="surrogatepass")) for text in texts)
+def text_parts(source: Conversation | Document) -> list[str]:
+    """The text of all parts."""
+    return [part for part in _parts(source) if isinstance(part, str)]
 
 
 def _parts(source: Conversation | Document) -> list[Part]:
@@ -148,7 +148,7 @@ def _with_media(
 ) -> list[tuple[Part, ...]]:
     """The texts, the first of them behind the media where none says where they belong."""
     first, *others = texts
-    if not any(isinstance(part, MediaPart) for text in texts for part in text):
+    if media and not any(isinstance(part, MediaPart) for text in texts for part in text):
         first = (*(MediaPart(kind=kind) for kind in media), *first)
     return [first, *others]
 
@@ -231,22 +231,23 @@ def _conversations(record: Mapping[str, object], split: "_Splitter") -> Conversa
 
 def _openai(record: Mapping[str, object], key: str, split: "_Splitter") -> Conversation:
     turns = _turns(record, key)
-    if any(_is_media_part(part) for turn in turns for part in _list(turn.get("content"))):
+    contents = [turn.get("content") for turn in turns]
+    lists = [content for content in contents if isinstance(content, _LISTS)]
+    if any(_is_media_part(part) for content in lists for part in content):
         split = _Splitter(files=frozenset(), rule="text")
     messages = []
-    for turn in turns:
+    for turn, content in zip(turns, contents, strict=True):
         role = turn.get("role")
         if not isinstance(role, str) or not role:
             raise SampleError(
                 f"a turn of {key} has the keys {quoted(sorted(turn))} and role {quoted(role)}; "
                 "each needs role and content, or from and value."
             )
-        content = turn.get("content")
         messages.append(
             Message(
                 role=role,
                 parts=_content(content, split),
-                listed=isinstance(content, list | tuple),
+                listed=isinstance(content, _LISTS),
                 extras=_extras(turn, "role", "content"),
             )
         )
@@ -305,7 +306,7 @@ def _turns(record: Mapping[str, object], key: str) -> list[Mapping[str, object]]
 
 
 def _list(value: object) -> list[object]:
-    return list(value) if isinstance(value, list | tuple) else []
+    return list(value) if isinstance(value, _LISTS) else []
 
 
 def _is_media_part(part: object) -> bool:
@@ -318,7 +319,7 @@ def _content(content: object, split: "_Splitter") -> tuple[Part, ...]:
     if isinstance(content, str):
         return split(content)
     parts: list[Part] = []
-    for part in _list(content) if isinstance(content, list | tuple) else [content]:
+    for part in content if isinstance(content, _LISTS) else [content]:
         if isinstance(part, str):
             parts.extend(split(part))
         elif isinstance(part, Mapping) and str(part.get("type")) in PART_KINDS:

@@ -33,7 +33,7 @@ from dataservice.decode.choose import (
     distinct_pads,
     guarded_tokens,
 )
-from dataservice.decode.conversation import Conversation, Document, read_record, text_bytes
+from dataservice.decode.conversation import Conversation, Document, read_record, text_parts
 from dataservice.decode.length_rule import LengthRule
 from dataservice.decode.media import (
     ItemCost,
@@ -46,7 +46,8 @@ from dataservice.decode.prepare import Preparation, choose_preparation
 from dataservice.decode.processors.base import VisionProcessor
 from dataservice.decode.processors.transformers_image import TransformersImageProcessor
 from dataservice.decode.spec import AugmentSpec, CustomVisionSpec, PipelineSpec
-from dataservice.decode.text import MediumText, TextPipeline, TokenSequence, WrittenText
+from dataservice.decode.text import MediumText, TextPipeline
+from dataservice.decode.token_sequences import TokenSequence, WrittenText
 from dataservice.decode.tokenizer import Guard
 
 __all__ = [
@@ -204,7 +205,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
             assert item.shape == expected.shape, "media decode to their planned shape or raise"
         if epoch is not None:
             items = list(self._augmented(prepared, items, raw.key, epoch))
-        return DecodedSample(input_ids=sequence.ids, labels=sequence.labels(), items=tuple(items))
+        return DecodedSample(input_ids=sequence.ids, labels=sequence.labels, items=tuple(items))
 
     def augment(self, raw: RawSample, decoded: DecodedSample, epoch: int) -> DecodedSample:
         """What `decode` gives in this epoch, of what it gives without one."""
@@ -281,7 +282,7 @@ class Pipeline(SampleMeasurer, SampleDecoder):
         source = read_record(raw.record, kinds, raw.placeholders)
         if isinstance(source, Conversation):  # its JSON strings included
             limits.check_nesting([source.tools, [m.extras for m in source.messages]], "the record")
-        limits.check("max_text_bytes", text_bytes(source), "the sample: bytes of text")
+        limits.check_text(text_parts(source))
         media = [self._media.plan(blob) for blob in raw.media]
         costs = [run_costs(one) for one in media]
         limits.check(

@@ -24,18 +24,24 @@ def omissions(
         yield f"thoughts ({THOUGHTS[0]})", silent, tools
     at = 0
     for place, turn in enumerate(turns):
-        before, behind = turns[:place], turns[place + 1 :]
         for key in CALLS:
             if turn.get(key):
                 without = {k: v for k, v in turn.items() if k != key}
-                yield key, [*before, without, *behind], tools
+                yield key, _with(turns, place, without), tools
         # Nearly every turn appears in the text unchanged, after the turns before it.
         said = _said(turn)
         found = _end_in(text, said, at)
         at = at if found is None else found
         if said and (found is None or turn["role"] not in _ROLES):
             without = {**turn, "content": ""}
-            yield f"turns of role {quoted(turn['role'], 40)}", [*before, without, *behind], tools
+            yield f"turns of role {quoted(turn['role'], 40)}", _with(turns, place, without), tools
+
+
+def _with(
+    turns: Sequence[dict[str, object]], place: int, turn: dict[str, object]
+) -> Sequence[dict[str, object]]:
+    """The turns with another one in a place."""
+    return [*turns[:place], turn, *turns[place + 1 :]]
 
 
 def _said(turn: Mapping[str, object]) -> object:
@@ -52,9 +58,9 @@ def _said(turn: Mapping[str, object]) -> object:
 def _end_in(text: str, content: object, at: int) -> int | None:
     """The position in `text` where the texts of a turn end, searched in order from `at`; None when
     one is missing."""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    for part in parts:
-        shown = str(part.get("text", "")).strip()
+    texts = [part.get("text", "") for part in content] if isinstance(content, list) else [content]
+    for written in texts:
+        shown = str(written).strip()
         found = text.find(shown, at)
         if found < 0:
             return None

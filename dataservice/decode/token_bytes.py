@@ -7,7 +7,8 @@ once the tokens' bytes are found to be the text's.
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -37,21 +38,28 @@ class TokenBytes:
         self._bytes = np.zeros(0, np.uint8)
         self._lock = threading.Lock()
 
-    def sizes(self, ids: NDArray[np.int32], text: bytes) -> NDArray[np.int64] | None:
-        """The bytes of each of these tokens, int64[n]; None where they, end to end, are not the
-        text: a normaliser has changed it, or a token swallowed white space. O(bytes)."""
+    def sizes(
+        self, tokens: Sequence[NDArray[np.int32]], texts: Sequence[bytes]
+    ) -> NDArray[np.int64] | None:
+        """The bytes of each token of texts, one behind the other, int64[n]; None where a text is
+        not its tokens, end to end: a normaliser has changed it, or a token swallowed white space.
+        O(bytes)."""
+        ids = np.concatenate(tokens).astype(np.intp)
         if ids.max(initial=0) >= len(self._sizes):
             return None
-        if self._sizes[ids].min(initial=0) < 0:
+        sizes = self._sizes.take(ids)
+        if sizes.min(initial=0) < 0:
             self._meet(ids)
-        sizes = self._sizes[ids]
-        if sizes.sum() != len(text):
+            sizes = self._sizes.take(ids)
+        before = np.append(0, np.cumsum(sizes))
+        ends = before[list(accumulate(map(len, tokens)))].tolist()
+        if ends != list(accumulate(map(len, texts))) or not sizes.all():
             return None
-        before = np.cumsum(sizes) - sizes
-        places = np.repeat(self._starts[ids] - before, sizes) + np.arange(len(text))
-        return sizes if self._bytes[places].tobytes() == text else None
+        places = np.repeat(self._starts.take(ids) - before[:-1], sizes)
+        places += np.arange(len(places))
+        return sizes if self._bytes.take(places).tobytes() == b"".join(texts) else None
 
-    def _meet(self, ids: NDArray[np.int32]) -> None:
+    def _meet(self, ids: NDArray[np.intp]) -> None:
         """Find out what the new ones among these write. Sizes come last: whoever sees one, finds
         the bytes."""
         with self._lock:

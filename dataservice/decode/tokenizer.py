@@ -12,12 +12,15 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from dataservice.core.errors import SampleError, SpecError
+from dataservice.core.errors import SampleError, SpecError, caught
 from dataservice.core.quoting import cut, quoted
 from dataservice.decode.marks import BREAK, RESERVED
 from dataservice.decode.token_bytes import TokenBytes, token_bytes
@@ -59,6 +62,18 @@ class TokenModel(Protocol):
     def token_to_id(self, token: str, /) -> int | None: ...
 
 
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The ids of a text, int32[n]; and where they were asked for, the spans that the library tells:
+    the characters [start, end) of each, int64[n, 2]."""
+
+    ids: Ids
+    spans: NDArray[np.int64] | None
+
+
 @dataclass(slots=True)
 class _Panics:
     """The number of panics of a tokenizer in this process."""
@@ -89,23 +104,38 @@ class LoadedTokenizer:
     offsets do."""
     _panics: _Panics = field(default_factory=_Panics, repr=False, compare=False)
 
-    def encode_each(self, texts: Sequence[str]) -> list[Sequence[int] | SampleError]:
-        """The ids of each text, or why it has none. The library gets all of them at once, and one
-        by one where it fails. O(characters)."""
+    def encode_each(self, texts: Sequence[str]) -> list[Tokens | Exception]:
+        """The tokens of each text without spans, or why it has none. The library gets all of them
+        at once, and one by one where it fails. O(characters)."""
         if len(texts) > 1 and self._panics.count < MOST_PANICS:
             try:
                 made = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-                return [each.ids for each in made]
+                return [self._tokens(each) for each in made]
             except BaseException as error:  # of which text, those one by one tell
                 if not _is_failure(error):
                     raise
-        return [self._ids(text) for text in texts]
+        return [caught(self._encode_alone, text) for text in texts]
 
-    def _ids(self, text: str) -> Sequence[int] | SampleError:
+    def _encode_alone(self, text: str) -> Tokens:
+        return self._tokens(self.encode(text, offsets=False))
+
+    def encode_placed(self, text: str) -> Tokens:
+        """The tokens of a text with their spans. Raises SampleError as `encode` does."""
+        encoded = self.encode(text)
+        tokens = self._tokens(encoded)
+        places = chain.from_iterable(encoded.offsets)  # of pairs, numpy makes an array slowly
+        spans = np.fromiter(places, np.int64, 2 * len(tokens.ids)).reshape(-1, 2)
+        return Tokens(tokens.ids, spans)
+
+    def _tokens(self, encoded: Encoded) -> Tokens:
+        ids = encoded.ids
         try:
-            return self.encode(text, offsets=False).ids
-        except SampleError as error:
-            return error
+            return Tokens(np.fromiter(ids, np.int32, len(ids)), None)
+        except OverflowError as error:
+            raise SampleError(
+                f"the tokenizer {quoted(self.path)} gives the text an id of 2**31 or more; ids are "
+                "int32. Repair its vocabulary."
+            ) from error
 
     def encode(self, text: str, *, offsets: bool = True) -> Encoded:
         """Tokens of a text, without added special tokens. O(characters). The ids are the same

@@ -26,7 +26,7 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.decode.sample_pipeline import Pipeline
-from dataservice.decode.text import IGNORED_LABEL
+from dataservice.decode.token_sequences import IGNORED_LABEL
 from dataservice.jobs.find_samples import Found, Wanted, find
 from dataservice.jobs.job_file import JobSpec
 from dataservice.jobs.own_formats import format_codes

@@ -9,7 +9,7 @@ from dataservice.core.errors import SampleError, SampleTooLongError, SpecError
 from dataservice.core.sample import RawSample
 from dataservice.decode.sample_pipeline import Pipeline, build_pipeline
 from dataservice.decode.spec import LongerThan
-from dataservice.decode.text import IGNORED_LABEL
+from dataservice.decode.token_sequences import IGNORED_LABEL
 from tests.decode.files import WORDS, Kitchen
 
 TALK = {"messages": [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]}

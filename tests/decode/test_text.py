@@ -16,7 +16,7 @@ from dataservice.core.sample import RawSample
 from dataservice.decode.processors.idefics3 import Idefics3Processor
 from dataservice.decode.processors.internvl import InternVLProcessor
 from dataservice.decode.processors.llava import LlavaProcessor
-from dataservice.decode.text import among
+from dataservice.decode.token_sequences import among
 from dataservice.decode.tokenizer import LoadedTokenizer, load_tokenizer
 from tests.decode.files import SPECIALS, TEMPLATE
 from tests.decode.template_bench import TOKENIZERS
@@ -290,7 +290,7 @@ def test_tokens_lie_where_the_library_says(kitchen):
     for length in rng.integers(0, 200, 200):
         text = "".join(rng.choice(alphabet, length))
         encoding = loaded.encode(text)
-        sizes = loaded.written.sizes(np.array(encoding.ids, np.int32), text.encode())
+        sizes = loaded.written.sizes([np.array(encoding.ids, np.int32)], [text.encode()])
         character = [k for k, one in enumerate(text) for _ in one.encode()]
         ends = np.cumsum(sizes)
         spans = [
