@@ -20,6 +20,8 @@ _HIDDEN = sorted(set(range(256)) - set(_SHOWN))
 # The character by which byte-level vocabularies write each byte (GPT-2's `bytes_to_unicode`).
 _BYTE_OF = {chr(byte): byte for byte in _SHOWN}
 _BYTE_OF |= {chr(0x100 + place): byte for place, byte in enumerate(_HIDDEN)}
+CHARACTERS = {byte: character for character, byte in _BYTE_OF.items()}
+"""The same from bytes to characters."""
 
 
 class TokenBytes:
@@ -53,6 +55,7 @@ class TokenBytes:
             sizes = self._sizes.take(ids)
         before = np.append(0, np.cumsum(sizes))
         ends = before[list(accumulate(map(len, tokens)))].tolist()
+        # A token that writes nothing could be of either text where two meet.
         if ends != list(accumulate(map(len, texts))) or not sizes.all():
             return None
         places = np.repeat(self._starts.take(ids) - before[:-1], sizes)
@@ -83,15 +86,15 @@ class TokenBytes:
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
     """None where tokens are not bytes, or the library's offsets leave out the white space around
     them (`trim_offsets`)."""
-    trimmed = any(part.get("trim_offsets") for part in _parts(tokenizer.post_processor))
-    if trimmed or not any(part["type"] == "ByteLevel" for part in _parts(tokenizer.decoder)):
+    trimmed = any(part.get("trim_offsets") for part in parts(tokenizer.post_processor))
+    if trimmed or not any(part["type"] == "ByteLevel" for part in parts(tokenizer.decoder)):
         return None
     added = tokenizer.get_added_tokens_decoder().items()
     texts = {token_id: token.content for token_id, token in added}
     return TokenBytes(tokenizer.id_to_token, texts, tokenizer.get_vocab_size())
 
 
-def _parts(step: Any) -> list[dict[str, Any]]:
+def parts(step: Any) -> list[dict[str, Any]]:
     """A step of a tokenizer as its file has it, and all steps in it where it is a sequence. To
     write out the whole tokenizer, whose vocabulary is large, would take a second."""
     parts = [] if step is None else [json.loads(step.__getstate__())]

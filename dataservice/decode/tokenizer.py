@@ -24,6 +24,7 @@ from dataservice.core.errors import SampleError, SpecError, caught
 from dataservice.core.quoting import cut, quoted
 from dataservice.decode.marks import BREAK, RESERVED
 from dataservice.decode.token_bytes import TokenBytes, token_bytes
+from dataservice.decode.word_tokens import WordTokens, word_tokens
 
 # The tokens that transformers gives to templates by name.
 _NAMED_TOKENS = (
@@ -102,19 +103,31 @@ class LoadedTokenizer:
     written: TokenBytes | None = field(default=None, repr=False, compare=False)
     """What each token writes, where tokens are bytes: it tells their places in a text sooner than
     offsets do."""
+    words: WordTokens | None = field(default=None, repr=False, compare=False)
+    """The ids of a text from those of its words, where these are all that there is to it."""
     _panics: _Panics = field(default_factory=_Panics, repr=False, compare=False)
 
     def encode_each(self, texts: Sequence[str]) -> list[Tokens | Exception]:
         """The tokens of each text without spans, or why it has none. The library gets all of them
         at once, and one by one where it fails. O(characters)."""
-        if len(texts) > 1 and self._panics.count < MOST_PANICS:
+        at_once = len(texts) > 1 or self.words is not None
+        if at_once and self._panics.count < MOST_PANICS:
             try:
-                made = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-                return [self._tokens(each) for each in made]
+                return self._encode_at_once(texts)
             except BaseException as error:  # of which text, those one by one tell
                 if not _is_failure(error):
                     raise
         return [caught(self._encode_alone, text) for text in texts]
+
+    def _encode_at_once(self, texts: Sequence[str]) -> list[Tokens | Exception]:
+        words = self.words
+        by_words = [words is not None and words.takes(text) for text in texts]
+        others = [text for text, served in zip(texts, by_words, strict=True) if not served]
+        made = iter(self.tokenizer.encode_batch_fast(others, add_special_tokens=False))
+        return [
+            Tokens(words.ids(text), None) if words and served else self._tokens(next(made))
+            for text, served in zip(texts, by_words, strict=True)
+        ]
 
     def _encode_alone(self, text: str) -> Tokens:
         return self._tokens(self.encode(text, offsets=False))
@@ -226,6 +239,7 @@ def load_tokenizer(path: str) -> LoadedTokenizer:
         specials=tuple(token.content for token in added if token.special),
         digest=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
         written=token_bytes(tokenizer),
+        words=word_tokens(tokenizer),
     )
 
 
@@ -238,6 +252,7 @@ def configured(
     digest: str,
     remedy: str = "Repair its tokenizer.json",
     written: TokenBytes | None = None,
+    words: WordTokens | None = None,
 ) -> LoadedTokenizer:
     """A tokenizer with what the configuration in its folder says of it. Raises SpecError where that
     cannot be read."""
@@ -253,6 +268,7 @@ def configured(
         digest=digest,
         remedy=remedy,
         written=written,
+        words=words,
     )
 
 
