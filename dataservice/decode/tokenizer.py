@@ -121,13 +121,11 @@ class LoadedTokenizer:
 
     def _encode_at_once(self, texts: Sequence[str]) -> list[Tokens | Exception]:
         words = self.words
-        by_words = [words is not None and words.takes(text) for text in texts]
-        others = [text for text, served in zip(texts, by_words, strict=True) if not served]
-        made = iter(self.tokenizer.encode_batch_fast(others, add_special_tokens=False))
-        return [
-            Tokens(words.ids(text), None) if words and served else self._tokens(next(made))
-            for text, served in zip(texts, by_words, strict=True)
-        ]
+        # One by one: a text of new words has the next ones left to the library.
+        found = [words.ids(text) if words and words.takes(text) else None for text in texts]
+        left = [text for text, ids in zip(texts, found, strict=True) if ids is None]
+        made = iter(self.tokenizer.encode_batch_fast(left, add_special_tokens=False))
+        return [self._tokens(next(made)) if ids is None else Tokens(ids, None) for ids in found]
 
     def _encode_alone(self, text: str) -> Tokens:
         return self._tokens(self.encode(text, offsets=False))

@@ -126,6 +126,16 @@ def test_texts_of_new_words_are_left_to_the_library_for_a_while(tokenizer, load)
     assert words.takes("the cat")
 
 
+def test_so_are_the_next_texts_of_the_same_order(tokenizer, load, monkeypatch):
+    loaded = load(tokenizer)
+    cut, ids = [], loaded.words.ids
+    monkeypatch.setattr(
+        type(loaded.words), "ids", lambda words, text: (cut.append(text), ids(text))[1]
+    )
+    loaded.encode_each([f"{word} the cat" for word in "abcdefghijklmnop"])
+    assert cut == ["a the cat"]
+
+
 @pytest.mark.parametrize("text", ["日本語の文", "кот сидел на"])
 def test_texts_of_scripts_other_than_latin_are_left_to_the_library(tokenizer, load, text):
     words = load(tokenizer).words
