@@ -25,6 +25,9 @@ MOST_NEW, TEXTS_LEFT = 0.25, 16
 # Of a vocabulary with more added tokens, or more beginnings of two characters among them, the
 # library finds them sooner.
 MOST_ADDED, MOST_BEGINNINGS = 1024, 64
+MOST_PROBED = 64  # added tokens
+_PROBE = " The cat's 1234 mats,\n\n  (it'LL) say:\t\"sat\"...  \r\n x=y+1;\u0000 abcABC__42 "
+_PROBE_BEYOND_ASCII = "Où est l'été ? Ça va — naïve Ångström’s ½ e\u0301 猫\U0001f431\u200d "
 # Normalisers that leave a text of ASCII alone.
 _UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
@@ -48,6 +51,13 @@ class WordTokens:
         self._texts_left = 0
         self._added = {text: _packed([token_id]) for token_id, text in added.items()}
         self._cut = re.compile(f"({_pattern(_by_beginning(self._added)) or '(?!)'})")
+
+    @property
+    def probes(self) -> list[str]:
+        """Texts whose ids tell whether the library makes tokens as this module takes it to."""
+        some = list(self._added)[:MOST_PROBED]
+        texts = [_PROBE, _PROBE.join(some), "".join(some), " ".join(reversed(some))]
+        return texts if self._only_ascii else [*texts, _PROBE_BEYOND_ASCII, "é".join(some)]
 
     def takes(self, text: str) -> bool:
         """Whether the ids of this text, which is the next, are likely to be found sooner here than

@@ -215,3 +215,21 @@ def unigram(tokenizer):
 def test_a_tokenizer_that_does_more_than_that_is_the_librarys(tokenizer, load, change):
     change(tokenizer)
     assert load(tokenizer).words is None
+
+
+def test_where_the_library_makes_something_else_of_a_probe_it_gets_all_texts(
+    tokenizer: Tokenizer, load, monkeypatch: pytest.MonkeyPatch
+):
+    assert load(tokenizer).words is not None
+    monkeypatch.setattr(word_tokens.WordTokens, "ids", lambda _, text: np.zeros(1, np.int32))
+    assert load(tokenizer).words is None
+
+
+def test_where_a_probe_fails_the_library_gets_all_texts(
+    tokenizer: Tokenizer, load, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(_: object, text: str):
+        raise RuntimeError("no such step")
+
+    monkeypatch.setattr(word_tokens.WordTokens, "ids", fails)
+    assert load(tokenizer).words is None
