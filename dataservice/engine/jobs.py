@@ -144,11 +144,13 @@ class JobTable:
                 await self._restored(job)
 
     async def _restored(self, job: RunningJob) -> None:
+        about = {"job": job.record.name}
         try:
             await self.setup(job)
         except ServiceError as error:
-            about = {"job": job.record.name}
             log.error("the job cannot be opened for now: %s", error, extra=about)
+        except Exception:  # the jobs behind it are to be opened all the same
+            log.exception("the job cannot be opened for now", extra=about)
 
     def get(self, name: str) -> RunningJob:
         job = self.running.get(name)

@@ -127,3 +127,20 @@ async def test_ranks_that_wait_for_a_job_that_cannot_be_opened_are_told_by_one_t
         await open_all(coordinator, job="job")
     assert tries == ["job", "job"], "tried again for who asks then"
     await coordinator.stop()
+
+
+async def test_a_job_that_fails_unforeseen_keeps_no_other_from_being_restored():
+    setup, opened = make_setup(samples=40), []
+
+    def open_job(record: JobRecord) -> JobSetup:
+        opened.append(record.name)
+        if record.name.endswith("3"):
+            raise RuntimeError("a defect of ours")
+        return replace(setup, record=record)
+
+    store = that_ran(teams=1, jobs=12)
+    coordinator = make_coordinator(store, Books(), open_job=open_job, opened_at_once=2)
+    await coordinator.start()
+    await coordinator.restored()
+    assert sorted(opened) == [record.name for record in store.jobs()]
+    await coordinator.stop()
