@@ -5,8 +5,10 @@
                            └── opener: details of all, at the lowest priority ──┘
 
 Contract.
-  Success   the catalog is usable at once. Its details are read by one process, one catalog after
-            another; a step that is planned before that has its own fetched.
+  Success   the catalog is usable at once. Its details are read by one process: of a team's
+            catalogs one after another, of several teams' a few at once, so that a team whose
+            storage hangs leaves the others their turns. A step that is planned before that has its
+            own fetched.
   Failure   an index that turns out to be damaged ends whatever uses the catalog, by that error.
             Where it only could not be read, each step goes on fetching its own details.
   Closing   nothing is waited for: the processes end with the opener.
@@ -32,6 +34,8 @@ from dataservice.sources.manifest import AGAIN
 
 log = logging.getLogger(__name__)
 
+TEAMS_AT_ONCE = 4  # whose indexes are read whole: each process may take as much as one that opens
+
 
 class LateIndexes:
     """Makes such catalogs, and completes them. Safe for use from several threads."""
@@ -50,7 +54,8 @@ class LateIndexes:
         self._read = read
         self._cache = cache
         self._limits = limits
-        self._turn = threading.Lock()
+        self._turns: dict[str, threading.Lock] = {}  # by team
+        self._places = threading.Semaphore(TEAMS_AT_ONCE)
 
     def catalog(self, record: JobRecord, head: CatalogHead, lengths: int) -> IndexedCatalog:
         """The catalog of these lengths; this function closes their file. Raises ValueError where
@@ -83,7 +88,7 @@ class LateIndexes:
     ) -> None:
         """Read the details of a catalog, if its job is still there when its turn comes."""
         try:
-            with self._turn:
+            with self._turn(team_of(job)), self._places:
                 details = self._read(index) if wanted() is not None else None
             catalog = wanted()
             if details is not None and catalog is not None:
@@ -104,6 +109,9 @@ class LateIndexes:
             )
         finally:
             os.close(lengths)
+
+    def _turn(self, team: str) -> threading.Lock:
+        return self._turns.setdefault(team, threading.Lock())
 
     def _give(self, catalog: IndexedCatalog, job: str, files: RowFiles) -> None:
         """Complete a catalog, and keep its rows. Raises IndexStaleError where they are damaged."""

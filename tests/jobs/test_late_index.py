@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from benchmarks.scale.made_job import made_catalog
 from dataservice.core.errors import IndexStaleError, ServiceError, SourceError, WorkerLostError
 from dataservice.core.job import JobRecord
 from dataservice.core.limits import DEFAULT_LIMITS
-from dataservice.jobs.late_index import LateIndexes
+from dataservice.core.team import team_of
+from dataservice.jobs.late_index import TEAMS_AT_ONCE, LateIndexes
 from dataservice.sources.catalog import IndexedCatalog
 from dataservice.sources.catalog_handover import hand_over
 from dataservice.sources.index_cache import NO_CACHE
@@ -23,13 +25,17 @@ IDS = np.array([7, 250, 7])
 
 
 class Opener:
-    """Reads an index of made-up samples once the door is open, and fetches rows of it."""
+    """Reads an index of made-up samples once the door is open, that of a `free` team at once, and
+    fetches rows of it."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.door = threading.Event()
         self.made = made_catalog(SAMPLES)
         self._files = hand_over(self.made)
         self.read_times = self.fetched = 0
+        self.free: set[str] = set()
+        self.reading: list[str] = []  # jobs
+        self.most_at_once = 0
         self._error = error
         self._late = LateIndexes(
             fetch=self._fetch, read=self._read, cache=NO_CACHE, limits=DEFAULT_LIMITS
@@ -44,7 +50,12 @@ class Opener:
         return os.dup(self._files.details)  # of all rows, whichever were asked for
 
     def _read(self, of: Sequence[object]) -> int:
-        assert self.door.wait(LIMIT_S)
+        record = cast(dict[str, str], of[0])
+        self.reading.append(record["name"])
+        self.most_at_once = max(self.most_at_once, len(self.reading))
+        if team_of(record["name"]) not in self.free:
+            assert self.door.wait(LIMIT_S)
+        self.reading.remove(record["name"])
         self.read_times += 1
         if self._error is not None:
             raise self._error
@@ -107,6 +118,29 @@ def test_of_a_job_that_is_gone_when_its_turn_comes_nothing_is_read():
     wait_for(ended())
     assert first.at_hand
     assert opener.read_times == 1
+
+
+def test_a_team_whose_storage_hangs_keeps_no_other_from_reading_its_own():
+    opener = Opener()
+    opener.free = {"blue"}
+    hanging = [opener.opened(f"red/{k}") for k in range(3)]
+    wait_for(lambda: opener.reading)
+    done = [opener.opened(f"blue/{k}") for k in range(3)]
+    wait_for(lambda: all(each.at_hand for each in done))
+    assert len(opener.reading) == 1, "a team's indexes are read one after another"
+    opener.door.set()
+    wait_for(lambda: all(each.at_hand for each in hanging))
+    wait_for(ended())
+
+
+def test_indexes_of_no_more_than_a_few_teams_are_read_at_once():
+    opener = Opener()
+    opened = [opener.opened(f"team-{k}/job") for k in range(TEAMS_AT_ONCE + 2)]
+    wait_for(lambda: len(opener.reading) == TEAMS_AT_ONCE)
+    opener.door.set()
+    wait_for(lambda: all(each.at_hand for each in opened))
+    wait_for(ended())
+    assert opener.most_at_once == TEAMS_AT_ONCE
 
 
 def test_it_leaves_no_descriptor_behind():
