@@ -5,13 +5,12 @@
 Contract.
   Success   a row's details are those of the whole file, whichever way they came. The last few
             fetched are kept, so that a step that was fetched is not fetched again while it is
-            planned. Threads that fetch take turns.
+            planned. Threads that fetch take turns; for rows that are at hand nobody waits.
   Failure   what fetching raises, and the next one tries again; once the index was found to be
             damaged, that error, for every row.
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -39,7 +38,7 @@ class LateDetails(DetailTable):
         self._lengths = lengths
         self._fetch = fetch
         self._turn = threading.Lock()
-        self._fetched: deque[Fetched] = deque(maxlen=FETCHED_KEPT)
+        self._fetched: tuple[Fetched, ...] = ()
         self._whole: DetailFile | None = None
         self._error: ServiceError | None = None
         self.at_hand = False
@@ -51,7 +50,7 @@ class LateDetails(DetailTable):
         """All rows have been read."""
         self._whole = details
         self.at_hand = True
-        self._fetched.clear()
+        self._fetched = ()
 
     def fail(self, error: ServiceError) -> None:
         """The index was found to be damaged: nothing of it is to be used."""
@@ -59,7 +58,8 @@ class LateDetails(DetailTable):
 
     def fetch(self, sample_ids: IntArray) -> None:
         """Have these rows at hand. Takes as long as reading their row groups."""
-        self._holding(np.unique(np.asarray(sample_ids, dtype=np.int64)))
+        if len(sample_ids):  # behind the last step there are none
+            self._holding(np.unique(np.asarray(sample_ids, dtype=np.int64)))
 
     def holding(self, rows: NDArray[np.int64]) -> tuple[DetailFile, NDArray[np.int64]]:
         """A file that has these rows, and their numbers there. Rows that are not at hand are
@@ -74,18 +74,28 @@ class LateDetails(DetailTable):
 
     def _holding(self, wanted: NDArray[np.int64]) -> tuple[NDArray[np.int64] | None, DetailFile]:
         """A file with these rows, which rise, and which rows it has: None for all."""
-        with self._turn:
-            if self._error is not None:
-                raise self._error
-            if self._whole is not None:
-                return None, self._whole
-            for ids, details in self._fetched:
-                places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
-                if np.array_equal(ids[places], wanted):
-                    return ids, details
-            details = self._read(wanted)
-            self._fetched.append((wanted, details))
-            return wanted, details
+        held = self._at_hand(wanted)
+        if held is None:
+            with self._turn:
+                held = self._at_hand(wanted)  # another thread may have fetched them
+                if held is None:
+                    held = wanted, self._read(wanted)
+                    self._fetched = (*self._fetched, held)[-FETCHED_KEPT:]
+        return held
+
+    def _at_hand(
+        self, wanted: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64] | None, DetailFile] | None:
+        """The same, where nothing need be fetched."""
+        if self._error is not None:
+            raise self._error
+        if self._whole is not None:
+            return None, self._whole
+        for ids, details in self._fetched:
+            places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+            if np.array_equal(ids[places], wanted):
+                return ids, details
+        return None
 
     def _read(self, wanted: NDArray[np.int64]) -> DetailFile:
         try:

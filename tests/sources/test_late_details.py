@@ -1,6 +1,7 @@
 """Of a large index the lengths come first; what else there is comes when it is asked for."""
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from dataservice.sources.index import build_index
 from dataservice.sources.index_part import LENGTH_COLUMNS, PACKED
 from dataservice.sources.late_details import FETCHED_KEPT, LateDetails
 from dataservice.sources.sound_lengths import require_sound_lengths
+from tests.waiting import LIMIT_S, wait_for
 
 ROWS_PER_GROUP = 4
 LENGTHS = ("llm_tokens", "loss_tokens", "item_offsets", "item_modality", "item_encoder_tokens",
@@ -38,6 +40,7 @@ class Index:
         self._of = (source, folder, measurer)
         self.fetched: list[list[int]] = []
         self.errors: list[Exception] = []  # of the next fetches
+        self.before_fetching: Callable[[], object] = lambda: None
 
     @property
     def found(self) -> FoundIndex:
@@ -46,6 +49,7 @@ class Index:
 
     def fetch(self, rows: IntArray) -> int:
         self.fetched.append(np.asarray(rows).tolist())
+        self.before_fetching()
         if self.errors:
             raise self.errors.pop()
         details = self.found.rows.some(np.asarray(rows))  # closes its file when it goes
@@ -154,6 +158,28 @@ def test_a_step_that_was_fetched_is_at_hand_while_it_is_planned(index):
     late.columns(np.array([3, 7, 20]))
     assert index.fetched[-1] == [3, 7, 20]
     assert len(index.fetched) == FETCHED_KEPT + 2
+
+
+def test_for_rows_that_are_at_hand_nobody_waits(index):
+    late, go = index.late(), threading.Event()
+    late.fetch(np.array([7, 3]))
+    index.before_fetching = lambda: go.wait(LIMIT_S)
+    slow = threading.Thread(target=late.fetch, args=(np.array([4]),), daemon=True)
+    slow.start()
+    wait_for(lambda: index.fetched[-1] == [4])
+    done = threading.Thread(target=late.columns, args=(np.array([3, 7]),), daemon=True)
+    done.start()
+    wait_for(lambda: not done.is_alive())
+    assert slow.is_alive()
+    go.set()
+    slow.join()
+
+
+def test_of_no_samples_nothing_is_fetched(index):
+    late = index.late()
+    late.fetch(np.zeros(0, np.int64))
+    late.columns(np.array([4]))
+    assert index.fetched == [[4]]
 
 
 def test_row_groups_without_a_wanted_row_are_not_read(index, monkeypatch):
