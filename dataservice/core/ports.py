@@ -124,6 +124,11 @@ class Catalog(Protocol):
         """The sources, in the order of the job file."""
         ...
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of samples of each of these; ids rise from source to source."""
+        ...
+
     def source_numbers(self, sample_ids: IntArray) -> NDArray[np.int64]:
         """The source of each of these samples, as its place in `source_names`: int64[n]."""
         ...

@@ -63,6 +63,7 @@ from dataservice.engine.redecode import Redecoder
 from dataservice.engine.registration import OpenJob
 from dataservice.engine.running_job import RunningJob
 from dataservice.engine.shares import Shares
+from dataservice.engine.step_threads import StepThreads
 from dataservice.engine.worker_admin import WorkerAdmin
 
 log = logging.getLogger(__name__)
@@ -118,10 +119,10 @@ class Coordinator:
         shown = metrics or NoMetrics()
         self._statistics = JobStatistics(fan_out(shown))
         self._metrics = fan_out(self._statistics, shown)
-        self._planners = FairThreads("planning", threads=planning_threads, teams=teams)
-        # They wait for storage, which may be a team's own.
-        self._fetchers = FairThreads(
-            "fetching", threads=FETCHING_THREADS, teams=teams, for_all=False
+        self._threads = StepThreads(
+            planners=FairThreads("planning", threads=planning_threads, teams=teams),
+            # They wait for storage, which may be a team's own.
+            fetchers=FairThreads("fetching", threads=FETCHING_THREADS, teams=teams, for_all=False),
         )
         openings = Openings(at_once=opened_at_once, teams=teams)
         self._table = JobTable(
@@ -130,7 +131,7 @@ class Coordinator:
             open_job=open_job,
             restore=self._restore,
             metrics=self._metrics,
-            planners=self._planners,
+            threads=self._threads,
             openings=openings,
         )
         self._dispatcher = Dispatcher(
@@ -142,12 +143,11 @@ class Coordinator:
             metrics=self._metrics,
             ready_bytes=ReadyBytes(teams),
             shares=Shares(teams=teams, pool=pool),
-            planners=self._planners,
-            fetchers=self._fetchers,
+            threads=self._threads,
             idle_release_s=idle_release_s,
             ticket_secret=ticket_secret,
         )
-        self._redecoder = Redecoder(self._dispatcher, pool, self._ports.shares)
+        self._redecoder = Redecoder(self._dispatcher, pool, self._ports.shares, self._threads)
         self._attempts = Attempts(self._ports, self._statistics)
         self._connections = ConnectionCapacity(
             descriptors, pool=pool, jobs=lambda: self._table.running.values()
@@ -194,8 +194,7 @@ class Coordinator:
             if job.loop is not None:
                 await job.loop.stop()
         await self._dispatcher.stop()
-        self._planners.close()
-        self._fetchers.close()
+        self._threads.close()
 
     # ---- workers --------------------------------------------------------------------------
 
@@ -348,10 +347,10 @@ class Coordinator:
             topology.replica_of(rank)
             if cursor.step_in_window:  # what splits its window may be yet to be found
                 finding = partial(setup.limits_at, cursor.begun)
-                await self._planners.run(running.record.name, finding)
+                await self._threads.planners.run(running.record.name, finding)
             if setup.options.memory is not None:  # every sample may have to be looked at
                 looking = partial(find_without_room, setup, topology)
-                await self._planners.run(running.record.name, looking)
+                await self._threads.planners.run(running.record.name, looking)
             placed = in_order(cursor, setup)
             check_fits(setup, topology)
             await self._table.require_current(running, setup, launch)

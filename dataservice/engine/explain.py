@@ -2,14 +2,18 @@
 A range may also be decoded again, to compare what is delivered.
 
 A request takes its team's turn at the planners, behind steps that ranks may wait for; so a team may
-make only a few requests at once.
+make only a few requests at once. What must be read of an index for it is read in other threads, see
+`step_threads.py`.
 """
 
 import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dataservice.core.content import StepContent
 from dataservice.core.cursor import Cursor
@@ -17,14 +21,15 @@ from dataservice.core.errors import NotFoundError, QuotaError, ServiceError, Wor
 from dataservice.core.job import AttemptRecord, LedgerEntry, SkipRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan import StepPlan
+from dataservice.core.ports import Catalog
 from dataservice.core.state_store import StateStore
 from dataservice.core.team import team_of
 from dataservice.engine.api import FoundSample, ReplayedStep, StepExplanation, StepFate
-from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.find_sample import find_sample
-from dataservice.engine.planner import PlannedStep, pass_over, plan_step
+from dataservice.engine.planner import PlannedStep, drawn_ids, pass_over, plan_step
 from dataservice.engine.redecode import Redecoder
 from dataservice.engine.skips import Skips
+from dataservice.engine.step_threads import StepThreads
 from dataservice.engine.threads import in_store
 from dataservice.engine.versions import SetupOf
 
@@ -35,12 +40,26 @@ NOTHING_RECORDED = (
 MOST_OF_TEAM = 4
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CameTo:
+    """A step as an attempt came to it: the job as it was then, and what is planned from there. It
+    has no `entry` where the attempt skipped it; `fates` has those of all attempts."""
+
+    attempt: int
+    setup: JobSetup
+    cursor: Cursor
+    world_size: int
+    fates: tuple[StepFate, ...]
+    entry: LedgerEntry | None
+    skipped_by: SkipRecord | None
+
+
 class Explainer:
     """Answers from the ledger of one store, by O(log ledger) reads for each step."""
 
-    def __init__(self, store: StateStore, planners: FairThreads) -> None:
+    def __init__(self, store: StateStore, threads: StepThreads) -> None:
         self._store = store
-        self._planners = planners
+        self._threads = threads
         self._asked: Counter[str] = Counter()
 
     async def explain(
@@ -48,17 +67,25 @@ class Explainer:
     ) -> StepExplanation:
         """A step as an attempt planned or skipped it, by default the newest that came to it."""
         with self._admitted(job):
-            explaining = partial(self._explain, setups, job, step, attempt)
-            return await self._planners.run(job, explaining)
+            finding = partial(self._came, setups, job, step, attempt)
+            came = await self._threads.planners.run(job, finding)
+            planning = partial(_planned, came.setup, came.cursor, came.world_size)
+            planned = await self._threads.plan(came.setup, came.cursor, planning)
+            naming = partial(_keys, came.setup.catalog, planned.plan.sample_ids)
+            keys = await self._threads.look_up(came.setup, naming)
+            return await in_store(self._explained, came, planned, keys)
 
     async def find_sample(
         self, setups: SetupOf, newest: JobSetup, sample_id: int, from_step: int
     ) -> FoundSample:
-        """A sample's place, and the steps that it was in, from a step on."""
-        job = newest.record.name
+        """A sample's place, and the steps that it was in, from a step on. Raises NotFoundError
+        where there is no such sample."""
+        job, catalog = newest.record.name, newest.catalog
         with self._admitted(job):
-            finding = partial(find_sample, self._store, setups, newest, sample_id, from_step)
-            return await self._planners.run(job, finding)
+            looking = partial(catalog.details, np.array([sample_id]))
+            ((ref, _),) = await self._threads.look_up(newest, looking)
+            finding = partial(find_sample, self._store, setups, job, ref, from_step)
+            return await self._threads.planners.run(job, finding)
 
     async def replay(
         self,
@@ -94,8 +121,9 @@ class Explainer:
         if entry is None:
             return await in_store(self._replay_skipped, job, step, attempt)
         setup = await in_store(setups, entry.attempt)
-        planning = partial(self._planned, setup, entry)
-        plan = (await self._planners.run(job, planning)).plan
+        cursor = Cursor.from_json(entry.cursor)
+        planning = partial(_planned, setup, cursor, entry.world_size)
+        plan = (await self._threads.plan(setup, cursor, planning)).plan
         replayed = ReplayedStep(
             step=step,
             attempt=entry.attempt,
@@ -119,8 +147,9 @@ class Explainer:
             return replace(replayed, content="same")
         if entry.content is None:
             return replace(replayed, content="unknown", note=NOTHING_RECORDED)
+        orders = await redecoder.orders(setup, plan)
         try:
-            delivered = await redecoder.decode(setup, plan)
+            delivered = await redecoder.decode(setup, plan, orders)
         except WorkerLostError:
             raise
         except ServiceError as error:
@@ -147,9 +176,9 @@ class Explainer:
             self._asked[team] -= 1
             self._asked += Counter()  # forget those that ask for nothing
 
-    def _explain(
-        self, setups: SetupOf, job: str, step: int, attempt: int | None
-    ) -> StepExplanation:
+    def _came(self, setups: SetupOf, job: str, step: int, attempt: int | None) -> "_CameTo":
+        """The step as that attempt, by default the newest, came to it. Raises NotFoundError where
+        none did."""
         entries = {entry.attempt: entry for entry in self._store.ledger_of_step(job, step)}
         skipped = self._skipped(job, step)
         came = sorted(entries.keys() | skipped.keys())
@@ -162,26 +191,37 @@ class Explainer:
             )
         entry, setup = entries.get(number), setups(number)
         if entry is not None:
-            planned, world_size = self._planned(setup, entry), entry.world_size
+            cursor, world_size = Cursor.from_json(entry.cursor), entry.world_size
         else:
             record = next(a for a in self._store.attempts(job) if a.attempt == number)
-            planned, world_size = self._passed(setup, record, step), record.world_size
-        return StepExplanation(
+            cursor, world_size = self._passed(setup, record, step), record.world_size
+        return _CameTo(
             attempt=number,
-            cursor=planned.cursor,
-            topology=setup.topology(world_size),
-            plan=planned.plan,
-            sample_keys=tuple(
-                f"{ref.source}/{ref.key}"
-                for ref, _ in setup.catalog.details(planned.plan.sample_ids)
-            ),
-            quarantined=tuple(
-                f"{bad.source}/{bad.key}: {bad.reason}"
-                for bad in self._store.quarantine_of_step(job, number, step)
-            ),
+            setup=setup,
+            cursor=cursor,
+            world_size=world_size,
             fates=tuple(_fate(each, entries.get(each)) for each in came),
             entry=entry,
             skipped_by=skipped.get(number) if entry is None else None,
+        )
+
+    def _explained(
+        self, came: "_CameTo", planned: PlannedStep, keys: tuple[str, ...]
+    ) -> StepExplanation:
+        job, step = came.setup.record.name, planned.plan.step
+        return StepExplanation(
+            attempt=came.attempt,
+            cursor=planned.cursor,
+            topology=came.setup.topology(came.world_size),
+            plan=planned.plan,
+            sample_keys=keys,
+            quarantined=tuple(
+                f"{bad.source}/{bad.key}: {bad.reason}"
+                for bad in self._store.quarantine_of_step(job, came.attempt, step)
+            ),
+            fates=came.fates,
+            entry=came.entry,
+            skipped_by=came.skipped_by,
         )
 
     def _replay_skipped(self, job: str, step: int, attempt: int | None) -> ReplayedStep:
@@ -215,26 +255,29 @@ class Explainer:
         last = self._store.last_entry(attempt.job, attempt.attempt)
         return attempt == attempts[-1] or (last is not None and last.step > step)
 
-    def _planned(self, setup: JobSetup, entry: LedgerEntry) -> PlannedStep:
-        topology = setup.topology(entry.world_size)
-        planned = plan_step(setup, Cursor.from_json(entry.cursor), topology)
-        assert planned is not None, "a step of the ledger is never past the end"
-        return planned
-
-    def _passed(self, setup: JobSetup, attempt: AttemptRecord, step: int) -> PlannedStep:
-        """A skipped step, from the cursor of the nearest step before it that is known."""
+    def _passed(self, setup: JobSetup, attempt: AttemptRecord, step: int) -> Cursor:
+        """The cursor of a skipped step, from that of the nearest step before it that is known.
+        Raises NotFoundError where the data end before it."""
         known = self._store.last_entry(attempt.job, attempt.attempt, before=step)
         if known is not None:
             nearest = Cursor.from_json(known.cursor)
         else:  # the place where the attempt began, and the changes that were due by then
             nearest = setup.stream.begin_changes(Cursor.from_json(attempt.start_cursor))
         cursor = pass_over(setup, nearest, to_step=step)
-        topology = setup.topology(attempt.world_size)
         begun = setup.stream.begin_changes(cursor)
-        planned = plan_step(setup, begun, topology) if cursor.step == step else None
-        if planned is None:
+        if cursor.step < step or not len(drawn_ids(setup, begun)):
             raise NotFoundError(f"the data of job {attempt.job!r} ends before step {step}.")
-        return planned
+        return begun
+
+
+def _planned(setup: JobSetup, cursor: Cursor, world_size: int) -> PlannedStep:
+    planned = plan_step(setup, cursor, setup.topology(world_size))
+    assert planned is not None, "no attempt came to a step past the end"
+    return planned
+
+
+def _keys(catalog: Catalog, sample_ids: NDArray[np.int64]) -> tuple[str, ...]:
+    return tuple(f"{ref.source}/{ref.key}" for ref, _ in catalog.details(sample_ids))
 
 
 def _fate(attempt: int, entry: LedgerEntry | None) -> StepFate:

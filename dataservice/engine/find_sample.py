@@ -5,13 +5,11 @@ along the ledger and says where the next one is to go on, so that a long ledger 
 turns at the planners, not one long one.
 """
 
-import numpy as np
-
 from dataservice.core.cursor import Cursor
-from dataservice.core.job_setup import JobSetup
+from dataservice.core.sample import SampleRef
 from dataservice.core.state_store import StateStore
 from dataservice.engine.api import FoundSample, SampleStep
-from dataservice.engine.planner import draw_step
+from dataservice.engine.planner import step_ids
 from dataservice.engine.versions import SetupOf
 
 MOST_STEPS = 2_000
@@ -20,12 +18,10 @@ MOST_DRAWN = 1_000_000
 
 
 def find_sample(
-    store: StateStore, setups: SetupOf, newest: JobSetup, sample_id: int, from_step: int
+    store: StateStore, setups: SetupOf, job: str, ref: SampleRef, from_step: int
 ) -> FoundSample:
-    """The sample's place, and the steps from `from_step` on that it was in, as far as one request
-    goes. Raises NotFoundError where there is no such sample."""
-    job = newest.record.name
-    ((ref, _),) = newest.catalog.details(np.array([sample_id]))
+    """The sample's place, which is `ref`, and the steps from `from_step` on that it was in, as far
+    as one request goes. Of an index its lengths alone are read."""
     last, drawn, steps = store.last_planned_step(job), 0, []
     step = first = max(0, from_step)
     while step <= last and step - first < MOST_STEPS and drawn < MOST_DRAWN:
@@ -34,10 +30,8 @@ def find_sample(
             setup = setups(entry.attempt)
             drawing = (entry.cursor, setup.record.spec_version)
             if drawing not in same:
-                found = draw_step(setup, Cursor.from_json(entry.cursor))
-                assert found is not None, "a step of the ledger is never past the end"
-                ids = found[0].sample_ids
-                same[drawing] = bool((ids == sample_id).any())
+                ids = step_ids(setup, Cursor.from_json(entry.cursor))
+                same[drawing] = bool((ids == ref.sample_id).any())
                 drawn += len(ids) * setup.options.window_steps
             if same[drawing]:
                 committed = entry.committed_unix_s is not None
@@ -46,7 +40,7 @@ def find_sample(
                         step=step,
                         attempt=entry.attempt,
                         fate="committed" if committed else "planned",
-                        masked=_masked(store, job, entry.attempt, step, sample_id),
+                        masked=_masked(store, job, entry.attempt, step, ref.sample_id),
                     )
                 )
         step += 1

@@ -50,12 +50,12 @@ from dataservice.engine.api import (
     StepExplanation,
 )
 from dataservice.engine.explain import Explainer
-from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.opening import Openings
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.redecode import Redecoder
 from dataservice.engine.registration import OpenJob, Registration
 from dataservice.engine.running_job import RunningJob, was_deleted
+from dataservice.engine.step_threads import StepThreads
 from dataservice.engine.tasks import cancel_all, detach
 from dataservice.engine.threads import in_store
 from dataservice.engine.versions import (
@@ -88,7 +88,7 @@ class JobTable:
         open_job: OpenJob,
         restore: Restore,
         metrics: Metrics,
-        planners: FairThreads,
+        threads: StepThreads,
         openings: Openings,
     ) -> None:
         """`openings` ends with it."""
@@ -97,8 +97,8 @@ class JobTable:
         self._open_job = open_job
         self._restore = restore
         self._metrics = metrics
-        self._planners = planners
-        self._explainer = Explainer(store, planners)
+        self._planners = threads.planners
+        self._explainer = Explainer(store, threads)
         self._openings = openings
         self._restoring: list[asyncio.Task[None]] = []
         self.running: dict[str, RunningJob] = {}
@@ -109,7 +109,7 @@ class JobTable:
             openings=openings,
             open_job=open_job,
             setup=self.setup,
-            planners=planners,
+            planners=threads.planners,
             read_cost=cost_model,
         )
 

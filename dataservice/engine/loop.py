@@ -15,9 +15,9 @@ is told which comes next. A step asked for again later is planned again from the
 the same plan, by construction, and checked by digest.
 A planning or state error, or a source that passes its error budget, ends the attempt with that
 error; ranks that wait are told, and the workers let go of its packs.
-Plans are made in `planners`, whose threads the teams share; the ledger is written in other threads,
-so that a slow disk holds none of them, and what an index that is still being read must be asked for
-is fetched in others again.
+Plans are made in threads that the teams share (`step_threads.py`); the ledger is written in other
+threads, so that a slow disk holds none of them, and what an index that is still being read must be
+asked for is fetched in others again.
 New steps are planned inside `planning`, the job's own lock: its holder knows that no step is being
 planned, and may change the coefficients of those to come.
 """
@@ -49,9 +49,8 @@ from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.commits import Commits
 from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.error_budget import BudgetTally
-from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.placement import DispatchedStep
-from dataservice.engine.planner import drawn_ids, pass_over
+from dataservice.engine.planner import pass_over
 from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.ready_step import RankShards, ReadyStep
 from dataservice.engine.records import (
@@ -63,6 +62,7 @@ from dataservice.engine.records import (
 from dataservice.engine.shards import packs_of
 from dataservice.engine.shares import Shares
 from dataservice.engine.skips import Skips
+from dataservice.engine.step_threads import StepThreads
 from dataservice.engine.tasks import cancel_all, detach, retrieve_error
 from dataservice.engine.threads import in_store
 from dataservice.engine.window import ReadyWindow, WindowNow
@@ -86,8 +86,7 @@ class LoopPorts:
     metrics: Metrics
     ready_bytes: ReadyBytes
     shares: Shares
-    planners: FairThreads
-    fetchers: FairThreads
+    threads: StepThreads
     ticket_secret: bytes
     idle_release_s: float
 
@@ -116,7 +115,7 @@ class AttemptLoop:
             ready_bytes=ports.ready_bytes,
             metrics=ports.metrics,
         )
-        self._planners = ports.planners
+        self._threads = ports.threads
         self._dispatcher = ports.dispatcher
         self._metrics = ports.metrics
         self._planning = planning
@@ -229,7 +228,7 @@ class AttemptLoop:
             if cursor is None:
                 raise NotFoundError(self._never_handed_out(step))
             planning = partial(self._records.summary, self._setup, cursor)
-            summary = await self._planners.run(self._attempt.job, planning)
+            summary = await self._threads.plan(self._setup, cursor, planning)
             self._keep_summary(step, summary)
             return summary
         finally:
@@ -369,7 +368,7 @@ class AttemptLoop:
 
     async def _passed_to(self, cursor: Cursor, step: int) -> Cursor:
         passing = partial(pass_over, self._setup, cursor, to_step=step)
-        return await self._planners.run(self._attempt.job, passing)
+        return await self._threads.planners.run(self._attempt.job, passing)
 
     async def _next_made(self, cursor: Cursor) -> MadeStep | None:
         async with self._planning:
@@ -378,12 +377,10 @@ class AttemptLoop:
         return made
 
     async def _made(self, cursor: Cursor) -> MadeStep | None:
-        job, catalog = self._attempt.job, self._setup.catalog
-        if not catalog.at_hand:  # planning must not wait for it: its threads are for all teams
-            ids = await self._planners.run(job, partial(drawn_ids, self._setup, cursor))
-            await self._ports.fetchers.run(job, partial(catalog.fetch, ids))
+        job = self._attempt.job
+        await self._threads.fetch(self._setup, cursor)  # its orders are made of it too
         planning = partial(self._records.plan, self._setup, cursor, self._ports.shares(job))
-        made = await self._planners.run(job, planning)
+        made = await self._threads.planners.run(job, planning)
         if made is not None:
             self._keep_summary(made.planned.plan.step, made.common.summary)
             await self._written(partial(self._records.record, made))

@@ -26,13 +26,14 @@ def pack_orders(
     share: TeamShare = WHOLE,
 ) -> PackOrders:
     """One order for each pack: its samples in sequence order, with locations and planned shapes,
-    and the share of the job's team. Samples are looked up once they are sent, few at once."""
+    and the share of the job's team. Samples are looked up once they are sent; now, where they are
+    few, or of an index that is still being read: whoever sends must not wait for its storage."""
 
     def find(rows: NDArray[np.int64]) -> SampleColumns:
         of = plan.pack_samples[rows]
         return replace(catalog.columns(plan.sample_ids[of]), epoch=plan.sample_epoch[of])
 
-    few = len(plan.sample_ids) <= FEW_SAMPLES
+    now = len(plan.sample_ids) <= FEW_SAMPLES or not catalog.at_hand
     return PackOrders(
         job=job,
         step=plan.step,
@@ -43,7 +44,7 @@ def pack_orders(
         degree=plan.pack_degree,
         starts=plan.pack_offsets[:-1].astype(np.int64),
         counts=counts_between(plan.pack_offsets).astype(np.int64),
-        samples=find(np.arange(len(plan.pack_samples))) if few else FoundSamples(find),
+        samples=find(np.arange(len(plan.pack_samples))) if now else FoundSamples(find),
     )
 
 

@@ -75,6 +75,28 @@ def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | N
     draws = _draw_window(setup, cursor)
     if cursor.step_in_window >= len(draws):
         return None
+    ids, epoch, lengths = _of_step(setup, cursor, draws)
+    samples = StepSamples(
+        sample_ids=ids,
+        epoch=epoch,
+        lengths=lengths,
+        loss_weights=_loss_weights(setup, ids),
+        unit_frames=setup.unit_frames,
+    )
+    return samples, _behind(setup, cursor, draws, 1)
+
+
+def step_ids(setup: JobSetup, cursor: Cursor) -> NDArray[np.int64]:
+    """The samples of the step at `cursor`, which is not past the end: int64[n]. What is read of
+    them is their lengths, which an index always has at hand. Raises as `draw_step` does."""
+    ids, _, _ = _of_step(setup, cursor, _draw_window(setup, cursor))
+    return ids
+
+
+def _of_step(
+    setup: JobSetup, cursor: Cursor, draws: list[Draw]
+) -> tuple[NDArray[np.int64], NDArray[np.int32], LengthTable]:
+    """Of the samples of one step of a window of `draws`: ids, epochs and lengths."""
     ids = np.concatenate([draw.sample_ids for draw in draws])
     epoch = np.concatenate([draw.epoch for draw in draws])
     lengths = setup.catalog.lengths(ids)
@@ -88,14 +110,7 @@ def draw_step(setup: JobSetup, cursor: Cursor) -> tuple[StepSamples, Cursor] | N
     if len(draws) > 1:  # else all are of this step
         mine = np.flatnonzero(step_of == cursor.step_in_window)
         ids, epoch, lengths = ids[mine], epoch[mine], lengths.take(mine)
-    samples = StepSamples(
-        sample_ids=ids,
-        epoch=epoch,
-        lengths=lengths,
-        loss_weights=_loss_weights(setup, ids),
-        unit_frames=setup.unit_frames,
-    )
-    return samples, _behind(setup, cursor, draws, 1)
+    return ids, epoch, lengths
 
 
 def drawn_ids(setup: JobSetup, cursor: Cursor) -> NDArray[np.int64]:
@@ -167,14 +182,14 @@ def _draw_window(setup: JobSetup, cursor: Cursor) -> list[Draw]:
 
 def check_fits(setup: JobSetup, topology: Topology) -> None:
     """Raises QuotaError where a step would be too large for these replicas, and PlanningError,
-    naming the longest sample, where they cannot hold it together."""
+    naming the longest sample, where they cannot hold it together. Waits for no storage."""
     _require_size(setup, topology.replicas)
     held = setup.options.longest_sample_tokens(topology.replicas)
     longest = np.array([setup.catalog.longest_sample])
-    if setup.catalog.lengths(longest).llm_tokens[0] > held:
-        ref, lengths = setup.catalog.details(longest)[0]
+    (tokens,) = setup.catalog.lengths(longest).llm_tokens
+    if tokens > held:
         raise PlanningError(
-            f"sample {ref.source}/{ref.key} has {lengths.llm_tokens} tokens; "
+            f"{_named(setup, setup.catalog.longest_sample)} has {tokens} tokens; "
             f"{topology.replicas} replicas of {setup.options.memory_tokens} tokens hold at most "
             f"{held} together. Start more ranks, raise plan.memory_tokens (or the budget_bytes of "
             "plan.memory), or say under pipeline.longer_than that such samples are cut or left "
@@ -189,21 +204,33 @@ def _require_room(setup: JobSetup, topology: Topology) -> None:
     found = find_without_room(setup, topology)
     if room is None or found is None:
         return
-    ref, sample = setup.catalog.details(np.array([found]))[0]
     lengths = setup.catalog.lengths(np.array([found]))
     units = lengths.item_units(setup.unit_frames)
     step = step_room(lengths, units, topology, setup.options, room)
     sizes = step.units * step.unit_bytes
     raise PlanningError(
-        f"sample {ref.source}/{ref.key} has {len(sample.items)} images, clips or recordings "
+        f"{_named(setup, found)} has {len(sizes)} images, clips or recordings "
         f"of {sizes.sum():,} bytes in their encoders, the largest {step.unit_bytes.max():,} (of "
-        f"one that may be cut, a unit), and {sample.llm_tokens} tokens. A replica may keep "
+        f"one that may be cut, a unit), and {lengths.llm_tokens[0]} tokens. A replica may keep "
         f"{room.microbatch_bytes:,} bytes of a microbatch, its tokens included; "
         f"{topology.replicas} have no room for these. Start more ranks, raise "
         "plan.memory.budget_bytes, recompute in the encoders, or have pipeline.vision and "
         "pipeline.audio make fewer tokens of an item and index again: these are other data, "
         "which checkpoints of the job do not fit."
     )
+
+
+def _named(setup: JobSetup, sample_id: int) -> str:
+    """What messages call a sample: by its key, or by its number in its source while its index is
+    still being read, for whose storage nobody is to wait who only asks whether a job fits."""
+    catalog = setup.catalog
+    if catalog.at_hand:
+        ((ref, _),) = catalog.details(np.array([sample_id]))
+        return f"sample {ref.source}/{ref.key}"
+    (place,) = catalog.source_numbers(np.array([sample_id]))
+    source, number = catalog.source_names[place], sample_id - sum(catalog.sizes[:place])
+    shown = f"dataservice preview JOB.yaml --source {source} --sample {number}"
+    return f"sample {number} of source {source} (`{shown}` shows it)"
 
 
 # By catalog, what was found for its options and topologies: every rank asks.

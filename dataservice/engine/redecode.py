@@ -13,6 +13,7 @@ decoded at once, and those of one step of a job at a time. However it ends, work
 import asyncio
 import uuid
 from collections import defaultdict
+from functools import partial
 
 from dataservice.core.errors import ServiceError, WorkerLostError
 from dataservice.core.job_setup import JobSetup
@@ -25,6 +26,7 @@ from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.shares import Shares
+from dataservice.engine.step_threads import StepThreads
 
 # Refusals in a row after which a pack counts as refused.
 REFUSALS = 2
@@ -33,17 +35,21 @@ REFUSALS = 2
 class Redecoder:
     """Decodes steps again, for all jobs of the coordinator."""
 
-    def __init__(self, dispatcher: Dispatcher, pool: WorkerPool, shares: Shares) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, pool: WorkerPool, shares: Shares, threads: StepThreads
+    ) -> None:
         self._dispatcher = dispatcher
         self._pool = pool
         self._shares = shares
+        self._threads = threads
         self._turn: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def decode(self, setup: JobSetup, plan: StepPlan) -> Delivered:
-        """What workers deliver for this step now. Raises the error with which they refuse a
-        pack."""
+    async def orders(self, setup: JobSetup, plan: StepPlan) -> PackOrders:
+        """The orders of a step's packs under names of their own. Raises what looking its samples up
+        does."""
         job = setup.record.name
-        orders = pack_orders(
+        ordering = partial(
+            pack_orders,
             plan,
             setup.catalog,
             job=f"{job} (replay)",
@@ -51,9 +57,14 @@ class Redecoder:
             pipeline=setup.pipeline,
             share=self._shares(job),
         )
+        return await self._threads.look_up(setup, ordering)
+
+    async def decode(self, setup: JobSetup, plan: StepPlan, orders: PackOrders) -> Delivered:
+        """What workers deliver for these orders of a step now. Raises the error with which they
+        refuse a pack."""
         delivered = Delivered(plan, orders)
         wishes = PackWishes(keys=setup.catalog.row_keys(plan.sample_ids), replicas=())
-        async with self._turn[job]:
+        async with self._turn[setup.record.name]:
             begun = 0
             while begun < len(orders):
                 some = orders[begun : begun + self._at_once]

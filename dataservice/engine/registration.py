@@ -155,8 +155,31 @@ class Registration:
         for version in known.setups:
             revising = partial(revised, newest, version, self.store, self.read_cost)
             older[version] = await in_store(revising)
-        _require_trained(known, newest, older)
+        await self._require_trained(known, newest, older)
         return replace(change, older=older)
+
+    async def _require_trained(
+        self, known: RunningJob, newest: JobSetup, older: Mapping[int, JobSetup]
+    ) -> None:
+        """Raises PlanningError, QuotaError or ConflictError where the last attempt, or one that
+        forms, could not train the samples of a source that was added. Every sample may have to be
+        looked at."""
+        name = known.record.name
+        if known.attempt is not None:
+            checking = partial(check_fits, newest, known.attempt.topology)
+            await self.planners.run(name, checking)
+        for attempt in known.attempts:
+            if attempt.over or not attempt.clients:
+                continue
+            # It goes on by its own version, with as much memory as that one says.
+            checking = partial(check_fits, older[attempt.spec_version], attempt.topology)
+            await self.planners.run(name, checking)
+            if newest.loss_weights and not attempt.reads_loss_weights:
+                raise ConflictError(
+                    f"job {attempt.job!r} would weigh its loss with this file, and trainers of a "
+                    f"release that does not are at work ({', '.join(attempt.clients[:8])}). Stop "
+                    "them and submit it again, then start them with this release's client."
+                )
 
     async def _may_begin_anew(self, known: RunningJob) -> bool:
         """Whether it is a validation that no pass has begun of: no checkpoint can be of it."""
@@ -191,24 +214,6 @@ class Registration:
         record = change.setup.record
         words = in_words(change.changes)
         log.info("version %d: %s", record.spec_version, words, extra={"job": record.name})
-
-
-def _require_trained(known: RunningJob, newest: JobSetup, older: Mapping[int, JobSetup]) -> None:
-    """Raises PlanningError, QuotaError or ConflictError where the last attempt, or one that forms,
-    could not train the samples of a source that was added."""
-    if known.attempt is not None:
-        check_fits(newest, known.attempt.topology)
-    for attempt in known.attempts:
-        if attempt.over or not attempt.clients:
-            continue
-        # It goes on by its own version, with as much memory as that one says.
-        check_fits(older[attempt.spec_version], attempt.topology)
-        if newest.loss_weights and not attempt.reads_loss_weights:
-            raise ConflictError(
-                f"job {attempt.job!r} would weigh its loss with this file, and trainers of a "
-                f"release that does not are at work ({', '.join(attempt.clients[:8])}). Stop them "
-                "and submit it again, then start them with this release's client."
-            )
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from dataservice.core.errors import ConflictError, CursorMismatchError, Planning
 from dataservice.core.job import BatchSize, ErrorBudget, JobRecord, MixtureChange
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.sample import SampleLengths, SampleLocation
+from dataservice.engine import registration
 from dataservice.engine.coordinator import Coordinator
+from dataservice.engine.planner import check_fits
 from dataservice.sources.memory import MemoryCatalog
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
@@ -296,6 +298,21 @@ async def test_a_source_whose_samples_the_ranks_cannot_hold_is_refused(store):
     with pytest.raises(PlanningError, match="sample c/0 has 9000 tokens"):
         await coordinator.submit(job_file("abc", longest=9000), "")
     await train(coordinator, sessions, 0, 100)
+    await coordinator.stop()
+
+
+async def test_the_event_loop_does_not_look_through_what_was_added(store, monkeypatch):
+    looking = []
+
+    def check(setup, topology):
+        looking.append(threading.current_thread().name)
+        check_fits(setup, topology)
+
+    coordinator, _, _ = await training(store)
+    monkeypatch.setattr(registration, "check_fits", check)
+    await coordinator.submit(job_file("abc"), "")
+    assert len(looking) == 2  # the last attempt, by the newest version and by its own
+    assert all(name.startswith("planning") for name in looking)
     await coordinator.stop()
 
 

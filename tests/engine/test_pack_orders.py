@@ -4,6 +4,7 @@ they were drawn."""
 from dataclasses import replace
 
 from dataservice.core.cursor import Cursor
+from dataservice.core.order_columns import FEW_SAMPLES
 from dataservice.core.topology import Topology
 from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.planner import plan_step
@@ -29,3 +30,31 @@ def test_every_sample_has_its_lengths_and_the_epoch_that_it_was_drawn_in():
         assert [s.epoch for s in order.samples] == plan.sample_epoch[rows].tolist()
         assert [order.samples[k] for k in range(len(order.samples))] == [*order.samples]
         assert order.samples[1:] == [*order.samples][1:]
+
+
+class LateCatalog:
+    """One whose rows are at hand while a step is planned, and perhaps not afterwards."""
+
+    at_hand = False
+
+    def __init__(self, catalog):
+        self._catalog = catalog
+        self.planning = True
+
+    def columns(self, sample_ids):
+        assert self.planning, "whoever sends orders would wait for storage"
+        return self._catalog.columns(sample_ids)
+
+
+def test_whoever_sends_orders_asks_nothing_of_an_index_that_is_still_being_read():
+    setup = make_setup(samples=800, batch=2 * FEW_SAMPLES)
+    plan = plan_step(setup, Cursor(), Topology(world_size=4)).plan
+    late = LateCatalog(setup.catalog)
+    orders, known = (
+        pack_orders(plan, catalog, job="job", digest="d", pipeline="{}")
+        for catalog in (late, setup.catalog)
+    )
+    late.planning = False
+    shares = [[0, 2], [1]]
+    for ours, theirs in zip(orders.shared_out(shares), known.shared_out(shares), strict=True):
+        assert [*ours] == [*theirs]
