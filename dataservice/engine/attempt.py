@@ -8,12 +8,13 @@ else.
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import NoReturn
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import (
@@ -27,6 +28,7 @@ from dataservice.core.tickets import holder_of
 from dataservice.core.topology import Topology
 from dataservice.core.whereabouts import ANYWHERE, Whereabouts
 from dataservice.engine.tasks import retrieve_error
+from dataservice.engine.waiters import Waiters
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,7 +79,8 @@ class Attempt:
         self._committed = _Least(attrgetter("committed_step"))
         self.reads_loss_weights = True
         self._begun_s = asyncio.get_running_loop().time()
-        self._complete = asyncio.Event()
+        self._complete = False
+        self._changed = Waiters()  # it is complete, or over: thousands of ranks wait
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over.add_done_callback(retrieve_error)
 
@@ -182,12 +185,13 @@ class Attempt:
 
     def complete_now(self) -> None:
         """Let the ranks go on: all are here, or the attempt is restored and they will rejoin."""
-        self._complete.set()
+        self._complete = True
+        self._changed.wake()
 
     @property
     def complete(self) -> bool:
         """All ranks have opened and the attempt is durable."""
-        return self._complete.is_set()
+        return self._complete
 
     @property
     def over(self) -> bool:
@@ -198,15 +202,17 @@ class Attempt:
         """End the attempt; everyone who waits on it gets `reason`, which is returned."""
         if not self._over.done():
             self._over.set_exception(copy(reason))
+            self._changed.wake()
         return reason
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Call this once the attempt is over."""
         self._over.add_done_callback(lambda _: call())
 
-    async def ended(self) -> None:
+    async def ended(self) -> NoReturn:
         """Wait for the end. Raises its reason."""
-        await asyncio.wait({self._over})
+        while not self.over:
+            await self._changed.next_change()
         raise self._reason()
 
     def _reason(self) -> BaseException:
@@ -219,13 +225,11 @@ class Attempt:
     async def wait_complete(self, timeout_s: float) -> None:
         """Wait until all ranks have opened. Raises the reason where the attempt ends before, and
         WorldSizeError, which names those that are missing, where they do not come in time."""
-        waiter = asyncio.ensure_future(self._complete.wait())
-        either: set[asyncio.Future[Any]] = {waiter, self._over}
-        try:
-            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiter.cancel()
-        if self._over.done():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (self.complete or self.over):
+                    await self._changed.next_change()
+        if self.over:
             raise self._reason()
         if not self.complete:
             raise self.end(

@@ -63,7 +63,7 @@ from dataservice.engine.shards import packs_of
 from dataservice.engine.shares import Shares
 from dataservice.engine.skips import Skips
 from dataservice.engine.step_threads import StepThreads
-from dataservice.engine.tasks import cancel_all, detach, retrieve_error
+from dataservice.engine.tasks import SharedWork, cancel_all, detach, retrieve_error
 from dataservice.engine.threads import in_store
 from dataservice.engine.window import ReadyWindow, WindowNow
 
@@ -121,9 +121,9 @@ class AttemptLoop:
         self._planning = planning
         self._skips = skips
         self._tally = BudgetTally(attempt.job, setup.budgets, files_of=setup.catalog.files)
-        self._again: dict[int, asyncio.Task[ReadyStep]] = {}
+        self._again: SharedWork[ReadyStep] = SharedWork()
         self._summaries: dict[int, StepSummary] = {}
-        self._summing: dict[int, asyncio.Task[StepSummary]] = {}
+        self._summing: SharedWork[StepSummary] = SharedWork()
         self._running: set[asyncio.Future[Any]] = set()
         self._releasing = 0
         self._next_step = attempt.start.step
@@ -134,6 +134,7 @@ class AttemptLoop:
         self._idle: asyncio.Task[None] | None = None
         self._contents_due: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
+        attempt.when_over(self._again.look_again)
 
     @property
     def planned_step(self) -> int:
@@ -217,22 +218,19 @@ class AttemptLoop:
         known = self._summaries.get(step)
         if known is not None:
             return known
-        if step not in self._summing:
-            self._summing[step] = detach(self._summed_again(step))
-        return await asyncio.shield(self._summing[step])
+        made = await self._summing.result(step, partial(self._summed_again, step))
+        assert made is not None, "it is always wanted"
+        return made
 
     async def _summed_again(self, step: int) -> StepSummary:
         """The same of a step that is not kept, planned again once for all ranks that ask."""
-        try:
-            cursor = await in_store(self._records.cursor, step)
-            if cursor is None:
-                raise NotFoundError(self._never_handed_out(step))
-            planning = partial(self._records.summary, self._setup, cursor)
-            summary = await self._threads.plan(self._setup, cursor, planning)
-            self._keep_summary(step, summary)
-            return summary
-        finally:
-            del self._summing[step]
+        cursor = await in_store(self._records.cursor, step)
+        if cursor is None:
+            raise NotFoundError(self._never_handed_out(step))
+        planning = partial(self._records.summary, self._setup, cursor)
+        summary = await self._threads.plan(self._setup, cursor, planning)
+        self._keep_summary(step, summary)
+        return summary
 
     async def commit(
         self,
@@ -446,27 +444,12 @@ class AttemptLoop:
     async def _wait_for(self, step: int) -> ReadyStep | EndOfData:
         if step >= self._next_step or step in self._window:
             return await self._window.wait_planned(step)
-        waiter: asyncio.Task[ReadyStep | EndOfData] = asyncio.create_task(self._plan_again(step))
-        over = asyncio.create_task(self._attempt.ended())
-        try:
-            await asyncio.wait({waiter, over}, return_when=asyncio.FIRST_COMPLETED)
-            if over.done():
-                await self._attempt.ended()
-            return waiter.result()
-        finally:
-            waiter.cancel()
-            over.cancel()
-            await asyncio.gather(waiter, over, return_exceptions=True)
-            # What they raise keeps this frame, which would keep them.
-            del waiter, over
-
-    async def _plan_again(self, step: int) -> ReadyStep | EndOfData:
-        """A step that has left the window, or that a former coordinator planned. The work is
-        shared by all who ask, and goes on when one of them is gone."""
-        if step not in self._again:
-            task = self._again[step] = detach(self._plan_from_ledger(step))
-            task.add_done_callback(lambda _: self._again.pop(step, None))
-        return await asyncio.shield(self._again[step])
+        # It has left the window, or a former coordinator planned it: all its ranks may ask at once.
+        planning = partial(self._plan_from_ledger, step)
+        ready = await self._again.result(step, planning, wanted=lambda: not self._attempt.over)
+        if ready is None:
+            await self._attempt.ended()
+        return ready
 
     async def _plan_from_ledger(self, step: int) -> ReadyStep:
         cursor = await in_store(self._records.cursor, step)
@@ -513,11 +496,10 @@ class AttemptLoop:
         return self._stopping
 
     async def _stop(self) -> None:
-        await cancel_all(self._task, self._idle, *self._again.values())
+        await cancel_all(self._task, self._idle, *self._again.tasks)
         # A task keeps how it ended, that its frames, and these us: whatever the attempt has, its
         # index and its last plan, would stay until garbage is collected, which may be never.
         self._task = self._idle = None
-        self._again.clear()
         if self._contents_due is not None:
             self._contents_due.cancel()
             self._write_contents()

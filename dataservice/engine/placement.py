@@ -20,6 +20,7 @@ from dataservice.core.ports import WorkerInfo
 from dataservice.engine.affinity import NO_WISHES, PackWishes
 from dataservice.engine.delivered import Delivered
 from dataservice.engine.reachability import Reachability
+from dataservice.engine.waiters import Waiters
 
 # A pack that has been ready for longer, and does not come, is not held up by its decoding.
 STREAM_PATIENCE_S = 3.0
@@ -224,7 +225,7 @@ class DispatchedStep:
     holder: NDArray[np.int32] = field(init=False)
     numbers: dict[str, int] = field(default_factory=dict)
     doubted: set[tuple[int, str]] = field(default_factory=set)
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    changed: Waiters = field(default_factory=Waiters)
     calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -286,16 +287,11 @@ class DispatchedStep:
 
     def note_change(self) -> None:
         """Wake whoever waits for a copy to come, go, or become ready."""
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self.changed.wake()
 
     async def next_change(self) -> None:
         """Wait for `note_change`."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.waiters.append(waiter)
-        await waiter
+        await self.changed.next_change()
 
     def avoid_slow(self, rank: int, workers: Iterable[str], packs: Iterable[int]) -> None:
         """Nothing came to a rank from these workers for a while. It avoids those at which one of

@@ -1,8 +1,11 @@
 """Tasks that go on when their caller is cancelled, and tasks that are cancelled together."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from dataservice.engine.waiters import Waiters
 
 Result = TypeVar("Result")
 
@@ -19,6 +22,48 @@ def retrieve_error(done: asyncio.Future[Any]) -> None:
     """Nobody may be left who waits for what has ended."""
     if not done.cancelled():
         done.exception()
+
+
+class SharedWork(Generic[Result]):
+    """Work by step, begun once for all who ask while it lasts; it goes on when they leave. Whoever
+    asks, waits and leaves costs O(1), as under many shields of one task it does not."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[int, asyncio.Task[Result]] = {}
+        self._waiters = Waiters()
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Result]]:
+        """Those that have not ended."""
+        return list(self._tasks.values())
+
+    def look_again(self) -> None:
+        """Have all who wait look whether they still want the work."""
+        self._waiters.wake()
+
+    async def result(
+        self,
+        step: int,
+        begin: Callable[[], Coroutine[Any, Any, Result]],
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Result | None:
+        """What the work for this step makes, or None once it is not `wanted`. Raises what it
+        raises."""
+        task = self._tasks.get(step)
+        if task is None:
+            task = self._tasks[step] = detach(begin())
+            task.add_done_callback(partial(self._ended, step))
+        try:
+            while wanted() and not task.done():
+                await self._waiters.next_change()
+            return task.result() if wanted() else None
+        finally:
+            del task  # what it raises keeps this frame, which would keep it
+
+    def _ended(self, step: int, _task: asyncio.Task[Result]) -> None:
+        del self._tasks[step]
+        self._waiters.wake()
 
 
 async def cancel_all(*tasks: asyncio.Task[Any] | None) -> None:

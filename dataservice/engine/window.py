@@ -24,6 +24,7 @@ from dataservice.engine.ready_bytes import ReadyBytes
 from dataservice.engine.ready_step import ReadyStep
 from dataservice.engine.records import MadeStep
 from dataservice.engine.ticket_rows import StepTickets
+from dataservice.engine.waiters import Waiters
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +58,10 @@ class ReadyWindow:
         self._steps: dict[int, ReadyStep] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
-        self._waiting: list[asyncio.Future[None]] = []
+        self._put = Waiters()
         self._received = attempt.received_by_all
         self.end: EndOfData | None = None
-        attempt.when_over(self._wake_ranks)
+        attempt.when_over(self._put.wake)
 
     def __contains__(self, step: int) -> bool:
         return step in self._steps
@@ -97,13 +98,13 @@ class ReadyWindow:
             tickets=StepTickets(made.parts, dispatched),
             size_bytes=made.size_bytes,
         )
-        self._wake_ranks()
+        self._put.wake()
         return ready
 
     async def close(self, end: EndOfData) -> None:
         """No step comes behind those that are here."""
         self.end = end
-        self._wake_ranks()
+        self._put.wake()
         await self.tell()
 
     # ---- waiting ----------------------------------------------------------------------------
@@ -127,15 +128,7 @@ class ReadyWindow:
             if (found := self._steps.get(step) or self.end) is not None:
                 return found
             # Not the condition, which tells of all else too: thousands of ranks wait here.
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
-            await waiter
-
-    def _wake_ranks(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for waiter in waiting:
-            if not waiter.done():
-                waiter.set_result(None)
+            await self._put.next_change()
 
     # ---- out --------------------------------------------------------------------------------
 
