@@ -26,6 +26,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -248,20 +249,23 @@ class Dispatcher:
     def _candidates(self, step: DispatchedStep, *, silent: bool = True) -> list[WorkerInfo]:
         """Workers that may be given the step's orders: if any, those that its ranks can reach."""
         all_of_them = self._balancer.candidates(silent=silent)
-        reached = [w for w in all_of_them if not step.reachability.is_shunned(w.worker)]
+        shunned = step.reachability.shunned
+        reached = [w for w in all_of_them if w.worker not in shunned]
         return reached or all_of_them
 
+    def _reached_by(self, step: DispatchedStep, rank: int) -> list[WorkerInfo]:
+        """Workers that may be given the step's orders, of those that this rank can reach."""
+        avoided = step.reachability.avoided_by(rank)
+        return [w for w in self._candidates(step) if w.worker not in avoided]
+
     def _choose(
-        self, step: DispatchedStep, pack: int, *, rank: int | None = None, silent: bool = True
+        self, step: DispatchedStep, pack: int, among: Sequence[WorkerInfo]
     ) -> WorkerInfo | None:
-        """The least loaded worker for one more copy of a pack; one that `rank` can reach."""
+        """The least loaded of these workers for one more copy of a pack."""
         copies = step.placements[pack].copies
         if len(copies) >= MOST_COPIES:
             return None
-        others = [w for w in self._candidates(step, silent=silent) if w.worker not in copies]
-        if rank is not None:
-            others = [w for w in others if not step.reachability.avoids(rank, w.worker)]
-        return self._balancer.least_loaded(others)
+        return self._balancer.least_loaded([w for w in among if w.worker not in copies])
 
     async def _order_all(self, step: DispatchedStep) -> None:
         """One call for each worker, or some where it gets much."""
@@ -332,21 +336,50 @@ class Dispatcher:
         """
         step.asked = True
         held = step.holder[packs]
-        plain = step.reachability.whole and not self._balancer.any_silent
-        if plain and not (failed or slow or -1 in held.tolist()):  # they are few
+        astray = [*step.reachability.avoided_by(rank), *self._balancer.silent]
+        at_hand = ({-1} | step.numbers_of(astray)).isdisjoint(held.tolist())  # they are few
+        if at_hand and not (failed or slow):
             return held
-        wanted = np.unique(packs).tolist()
-        step.avoid_slow(rank, slow, wanted)
+        wanted, patient = np.unique(packs), bool(failed or slow)
+        if slow:
+            step.avoid_slow(rank, slow, wanted.tolist())
         for name in failed:
             if step.doubt(rank, name):
-                self._ask_again(step, wanted, name)
-        patient = bool(failed or slow)
+                self._ask_again(step, wanted.tolist(), name)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HOLDERS_WAIT_S):
-                while [pack for pack in wanted if not self._at_hand(step, pack, rank, patient)]:
+                while not self._all_at_hand(step, wanted, rank, patient):
                     await step.next_change()
-        holders = [step.number_of(self._holder(step, pack, rank)) for pack in wanted]
-        return np.array(holders, dtype=np.int32)[np.searchsorted(wanted, packs)]
+        held = step.holder[wanted]
+        for place in self._in_question(step, wanted, rank, all_of_them=patient):
+            held[place] = step.number_of(self._holder(step, int(wanted[place]), rank))
+        return held[np.searchsorted(wanted, packs)]
+
+    def _all_at_hand(
+        self, step: DispatchedStep, packs: NDArray[np.int32], rank: int, ready: bool
+    ) -> bool:
+        """Whether each of these packs is at hand, as below."""
+        self._see_workers()
+        places = self._in_question(step, packs, rank, all_of_them=ready)
+        return not [p for p in packs[places].tolist() if not self._at_hand(step, p, rank, ready)]
+
+    def _in_question(
+        self, step: DispatchedStep, packs: NDArray[np.int32], rank: int, *, all_of_them: bool
+    ) -> list[int]:
+        """The places of those of these packs that may have to be had elsewhere than at their best
+        copy. They are looked at one by one, which for all packs of all ranks would take seconds."""
+        if all_of_them:
+            return list(range(len(packs)))
+        at, sole = step.holder[packs].tolist(), (step.placements.call[packs] >= 0).tolist()
+        avoided = step.numbers_of(step.reachability.avoided_by(rank))
+        astray = avoided | step.numbers_of(self._balancer.silent)
+        if not avoided.isdisjoint(compress(at, sole)) and not self._reached_by(step, rank):
+            # Nobody is left to ask: what could not be reached is tried once more.
+            step.reachability.try_again(rank)
+            avoided = set()
+        # Of a pack that has one copy there is no better one: where it is silent, it is had there.
+        bad = [avoided if alone else astray for alone in sole]
+        return [k for k, number in enumerate(at) if number < 0 or number in bad[k]]
 
     def _ask_again(self, step: DispatchedStep, packs: Sequence[int], worker: str) -> None:
         """Order what the worker should hold from it once more: the same order is decoded once,
@@ -366,8 +399,7 @@ class Dispatcher:
             return not ready or any(copy.ready for copy in reachable)
         if not placement.may_be_tried:
             return False  # the watch will order it
-        self._see_workers()
-        worker = self._choose(step, pack, rank=rank)
+        worker = self._choose(step, pack, self._reached_by(step, rank))
         if worker is not None:
             self._orders.make(step, pack, worker)
             return not ready
@@ -403,7 +435,7 @@ class Dispatcher:
 
     def _look_after_steps(self) -> None:
         self._see_workers()
-        silent, now_s = self._balancer.any_silent, asyncio.get_running_loop().time()
+        silent, now_s = bool(self._balancer.silent), asyncio.get_running_loop().time()
         for step in [step for step in self._steps if not step.ordering]:
             # No order is overdue sooner, and what cannot be hedged need not be looked at.
             late = now_s - step.ordered_s >= SOONEST_S and self._hedges.left
@@ -428,8 +460,7 @@ class Dispatcher:
         limits_s = self._deadlines.limit_s(step.job, queued_work=of.queued_work)
         due = of.pending & (now_s - of.ordered_s > limits_s)
         if silent:
-            names = [worker.worker for worker in step.workers]
-            due |= np.isin(step.holder, np.flatnonzero(list(map(self._balancer.is_silent, names))))
+            due |= np.isin(step.holder, list(step.numbers_of(self._balancer.silent)))
         return sorted({*np.flatnonzero(due & (of.call >= 0)).tolist(), *of.apart})
 
     def _hedge_if_due(self, step: DispatchedStep, pack: int, now_s: float) -> None:
@@ -443,7 +474,7 @@ class Dispatcher:
         )
         if not silent and not overdue:
             return
-        worker = self._choose(step, pack, silent=False)
+        worker = self._choose(step, pack, self._candidates(step, silent=False))
         if worker is None or not (silent or self._hedges.spend()):
             return
         why = "does not answer" if silent else "is slow"

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadBalancer:
-    """`workers` by name, as they were when they were last looked at, and whether one was silent."""
+    """`workers` by name, as they were when they were last looked at, and which were `silent`."""
 
     def __init__(self, pool: WorkerPool, metrics: Metrics, *, wake: asyncio.Event) -> None:
         self._pool = pool
@@ -28,7 +28,7 @@ class LoadBalancer:
         self._retiring: set[str] = set()  # they may drain and end between two looks
         self._replacements: dict[str, asyncio.Task[None]] = {}
         self.workers: dict[str, WorkerInfo] = {}
-        self.any_silent = False
+        self.silent: frozenset[str] = frozenset()
 
     # ---- workers --------------------------------------------------------------------------
 
@@ -36,7 +36,8 @@ class LoadBalancer:
         """Look which workers there are. Returns those that have gone since the last look."""
         before, self.workers = self.workers, {info.worker: info for info in self._pool.workers()}
         serving = [info for info in self.workers.values() if info.state == "serving"]
-        self.any_silent = any(info.state == "silent" for info in self.workers.values())
+        silent = (name for name, info in self.workers.items() if info.state == "silent")
+        self.silent = frozenset(silent)
         self._metrics.workers_serving(len(serving), slots=sum(info.slots for info in serving))
         gone = [info for name, info in before.items() if name not in self.workers]
         for info in gone:
@@ -55,8 +56,7 @@ class LoadBalancer:
 
     def is_silent(self, worker: str) -> bool:
         """The worker has not answered for a while."""
-        info = self.workers.get(worker)
-        return info is not None and info.state == "silent"
+        return worker in self.silent
 
     def replace(self, worker: str) -> None:
         """Have the pool replace a worker that does not answer."""

@@ -207,7 +207,7 @@ class DispatchedStep:
     `doubted` are (rank, worker): who could not fetch from whom once; `reachability` knows who is
     sent there no more.
     `holder` int32[P] is the place in `workers` of whoever has a pack's best copy, for ranks that
-    can reach all of them, and -1 where there is no copy; `numbers` are those places by name.
+    can reach that worker, and -1 where there is no copy; `numbers` are those places by name.
     `calls` are those in which packs were ordered and that have not ended.
     """
 
@@ -246,6 +246,10 @@ class DispatchedStep:
             number = self.numbers[worker.worker] = len(self.workers)
             self.workers.append(worker)
         return number
+
+    def numbers_of(self, names: Iterable[str]) -> set[int]:
+        """The places of those of these workers that have one."""
+        return {self.numbers[name] for name in names if name in self.numbers}
 
     @property
     def job(self) -> str:

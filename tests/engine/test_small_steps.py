@@ -1,8 +1,6 @@
 """What a step of few samples costs the coordinator, in calls: no clock is asked."""
 
-import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,25 +25,10 @@ from dataservice.engine.records import AttemptRecords, MadeStep
 from dataservice.engine.shards import columns_of, cut_step
 from dataservice.serving.wire_packs import pack_orders_to_proto
 from dataservice.state.memory import MemoryStateStore
+from tests.engine.counted import calls_of
 from tests.engine.support import make_setup
 
 MOST_CALLS = 1_900  # 1,500 when this was written, and 2,360 before
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """The calls of Python functions that some work makes."""
-    made = 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal made
-        made += event == "call"
-
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return made
 
 
 class Asked(MemoryStateStore):

@@ -1,10 +1,7 @@
 """Thousands that wait for one thing: whoever comes, wakes or leaves is looked for in no list."""
 
 import asyncio
-import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from types import BuiltinFunctionType
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -15,26 +12,9 @@ from dataservice.core.topology import Topology
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.tasks import SharedWork
 from dataservice.engine.waiters import Waiters
+from tests.engine.counted import searches
 
 MANY = 50
-
-
-@contextmanager
-def searches() -> Iterator[dict[int, list[object]]]:
-    """What is taken out of the lists and deques of waiters and of futures' callbacks, each of which
-    is a search, by the list; and the list each time, so that its id is not another's."""
-    found: dict[int, list[object]] = {}
-
-    def note(_frame: object, event: str, call: object) -> None:
-        called = call.__name__ if isinstance(call, BuiltinFunctionType) else ""
-        if event == "c_call" and called in ("remove", "remove_done_callback"):
-            found.setdefault(id(call.__self__), []).append(call.__self__)
-
-    sys.setprofile(note)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
 
 
 async def turns(count: int = 10) -> None:
