@@ -88,8 +88,32 @@ class _Rank:
         return (now_s if self.gone_s is None else self.gone_s) - self.heard_s
 
 
-def _waiting(ranks: Mapping[int, _Rank]) -> int:
-    return sum(rank.waiting_s > 0 for rank in ranks.values())
+@dataclass(kw_only=True, slots=True)
+class _Ranks:
+    """Those that have reported, and which of them are `here`, and wait now: thousands report, and
+    leave, one by one."""
+
+    known: dict[int, _Rank] = field(default_factory=lambda: defaultdict(_Rank))
+    here: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
+
+    def heard(self, rank: int, now_s: float, *, waiting_s: float) -> _Rank:
+        """A rank reports."""
+        own = self.known[rank]
+        own.heard_s, own.gone_s, own.waiting_s = now_s, None, waiting_s
+        self.here.add(rank)
+        if waiting_s > 0:
+            self.waiting.add(rank)
+        else:
+            self.waiting.discard(rank)
+        return own
+
+    def left(self, rank: int, now_s: float) -> None:
+        """A rank's client is gone."""
+        if rank in self.known:
+            self.known[rank].gone_s, self.known[rank].waiting_s = now_s, 0.0
+        self.here.discard(rank)
+        self.waiting.discard(rank)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,7 +127,7 @@ class _Job:
     usual: dict[str, _Usual] = field(default_factory=lambda: defaultdict(_Usual))
     quarantined: Counter[str] = field(default_factory=Counter)
     budget_used: dict[str, float] = field(default_factory=dict)
-    ranks: dict[int, _Rank] = field(default_factory=lambda: defaultdict(_Rank))
+    ranks: _Ranks = field(default_factory=_Ranks)
     room_s: deque[float] = field(default_factory=lambda: deque(maxlen=ROOM_PACKS))
     worst_due_s: float = 0.0
 
@@ -154,7 +178,7 @@ class JobStatistics(NoMetrics):
         """Forget the ranks and steps of the attempt before; what a sample usually takes stays."""
         with self._lock:
             known = self._jobs[job]
-            known.ranks.clear()
+            known.ranks = _Ranks()
             known.commits_s.clear()
             known.measured_s.clear()
             known.budget_used.clear()
@@ -163,18 +187,18 @@ class JobStatistics(NoMetrics):
         self._shown.waiting_ranks(job, 0)
 
     def reported(self, job: str, rank: int, report: RankReport) -> None:
-        """Take a rank's report of the steps that it has begun and of its waits."""
+        """Take a rank's report of the steps that it has begun and of its waits. O(1), but for the
+        search each WORST_EVERY_S."""
         with self._lock:
             known = self._jobs[job].ranks
-            own = known[rank]
-            own.heard_s, own.gone_s, own.waiting_s = self._clock(), None, report.waiting_s
+            own = known.heard(rank, self._clock(), waiting_s=report.waiting_s)
             if own.told and own.told[-1][0] > report.steps:
                 own.told.clear()  # the rank began anew
             before = own.told[-1] if own.told else None
             new = report.steps - before[0] if before is not None else report.steps
             if new > 0:
                 own.told.append((report.steps, report.waited_s))
-            waiting, worst = _waiting(known), self._worst(job)
+            waiting, worst = len(known.waiting), self._worst(job)
         if worst is not None:
             self._shown.waited_most(job, *worst)
         if before is not None and new > 0:
@@ -188,18 +212,17 @@ class JobStatistics(NoMetrics):
         if now_s < known.worst_due_s:
             return None
         known.worst_due_s = now_s + WORST_EVERY_S
-        waits_s = {rank: own.wait_s() for rank, own in known.ranks.items() if own.gone_s is None}
+        ranks = known.ranks.known.items()
+        waits_s = {rank: own.wait_s() for rank, own in ranks if own.gone_s is None}
         rank = max(waits_s, key=waits_s.__getitem__)
         return rank, waits_s[rank]
 
     def rank_left(self, job: str, rank: int) -> None:
-        """A rank's client has left, and no longer waits for anything."""
+        """A rank's client has left, and no longer waits for anything. O(1)."""
         with self._lock:
             known = self._jobs[job].ranks
-            if rank in known:
-                known[rank].gone_s, known[rank].waiting_s = self._clock(), 0.0
-            waiting = _waiting(known)
-            deserted = all(own.gone_s is not None for own in known.values())
+            known.left(rank, self._clock())
+            waiting, deserted = len(known.waiting), not known.here
         self._shown.waiting_ranks(job, waiting)
         if deserted:
             self._shown.waited_most(job, -1, 0.0)
@@ -210,7 +233,7 @@ class JobStatistics(NoMetrics):
             known, now_s = self._jobs.get(job), self._clock()
             if known is None:
                 return RecentSteps()
-            steps_per_s = _rate(known.commits_s, now_s)
+            steps_per_s, ranks = _rate(known.commits_s, now_s), known.ranks.known
             return RecentSteps(
                 steps=max(0, len(known.commits_s) - 1),
                 interval_s=_interval_s(known.commits_s),
@@ -220,9 +243,9 @@ class JobStatistics(NoMetrics):
                 steps_per_s=steps_per_s,
                 samples_per_s=steps_per_s * _mean(known.samples),
                 sources=_sources(known),
-                wait_s={rank: own.wait_s() for rank, own in known.ranks.items()},
-                quiet_s={rank: own.quiet_s(now_s) for rank, own in known.ranks.items()},
-                begun_steps={r: own.told[-1][0] for r, own in known.ranks.items() if own.told},
+                wait_s={rank: own.wait_s() for rank, own in ranks.items()},
+                quiet_s={rank: own.quiet_s(now_s) for rank, own in ranks.items()},
+                begun_steps={rank: own.told[-1][0] for rank, own in ranks.items() if own.told},
                 room_s=_mean(known.room_s),
             )
 

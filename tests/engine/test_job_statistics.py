@@ -1,16 +1,18 @@
 """What a job's last steps were: windows over the events, by a clock of the test's own."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from dataservice.core.health import RankReport
 from dataservice.core.orders import BadSample, PackKey, PackReceipt, SourceWork
-from dataservice.core.ports import Metrics
+from dataservice.core.ports import Metrics, NoMetrics
 from dataservice.core.receipts import PackReceipts
-from dataservice.engine.job_statistics import BUSY_S, WINDOW_STEPS, JobStatistics
+from dataservice.engine.job_statistics import BUSY_S, WINDOW_STEPS, WORST_EVERY_S, JobStatistics
 from dataservice.engine.metrics_fan_out import fan_out
 from dataservice.observability.metrics import PrometheusMetrics
+from tests.engine.counted import calls_of
 
 JOB = "job"
 
@@ -116,6 +118,46 @@ def test_waits_reach_the_metrics_as_seconds_a_step_and_as_ranks_that_stand_now(s
     assert value(shown, "waiting_ranks") == 0
     assert value(shown, "exposed_wait_seconds_count") == 1
     assert value(shown, "exposed_wait_seconds_sum") == 0.5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_ranks_that_wait_are_counted_through_reports_leavings_and_attempts(
+    statistics, shown, clock, seed
+):
+    draw, waits_s = random.Random(seed), {}
+    for steps in range(1, 200):
+        clock.now_s += WORST_EVERY_S
+        rank, waiting_s = draw.randrange(8), draw.choice([0.0, 1.0])
+        what = draw.choices(["report", "leave", "begin"], [20, 8, 1])[0]
+        if what == "report":
+            statistics.reported(JOB, rank, told(steps, waiting_s=waiting_s))
+            waits_s[rank] = waiting_s
+        elif what == "leave":
+            statistics.rank_left(JOB, rank)
+            waits_s.pop(rank, None)
+        else:
+            statistics.attempt_begun(JOB)
+            waits_s.clear()
+        assert value(shown, "waiting_ranks") == sum(each > 0 for each in waits_s.values())
+        if what == "leave":
+            assert (value(shown, "worst_exposed_wait_rank") == -1) == (not waits_s)
+
+
+def test_a_report_and_a_leaving_take_as_many_calls_however_many_ranks_there_are():
+    def calls(ranks):
+        clock = Clock()
+        statistics = JobStatistics(NoMetrics(), clock)
+        for rank in range(ranks):
+            statistics.reported(JOB, rank, told(1, waiting_s=1.0))
+
+        def go_on():
+            for rank in range(4):
+                statistics.reported(JOB, rank, told(2, waiting_s=1.0))
+                statistics.rank_left(JOB, rank)
+
+        return calls_of(go_on)
+
+    assert calls(2000) == calls(5)
 
 
 def test_a_rank_that_went_is_quiet_for_as_long_as_it_was_by_then(statistics, clock):
