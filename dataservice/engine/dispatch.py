@@ -43,7 +43,7 @@ from dataservice.engine.load_balancer import LoadBalancer
 from dataservice.engine.open_orders import OnReceipts, OpenOrders
 from dataservice.engine.orphaned_packs import ASK_EVERY_S, OrphanedPacks
 from dataservice.engine.pack_orders import decode_work
-from dataservice.engine.placement import Copy, DispatchedStep, Placements
+from dataservice.engine.placement import Copy, DispatchedStep, Placements, grouped
 from dataservice.engine.reachability import Reachability
 from dataservice.engine.tasks import cancel_all
 
@@ -281,8 +281,9 @@ class Dispatcher:
     def _shared_out(
         self, step: DispatchedStep, packs: Sequence[int]
     ) -> list[tuple[WorkerInfo, NDArray[np.int64]]]:
-        """Who is to decode these packs: whoever holds one already; else one where its samples are
-        kept, or near its ranks, unless that takes too long: see planning/place_packs.py."""
+        """Who is to decode these packs, given in rising order: whoever holds one already; else one
+        where its samples are kept, or near its ranks, unless that takes too long: see
+        planning/place_packs.py."""
         workers = sorted(self._candidates(step), key=lambda worker: worker.worker)
         if not workers:
             return []  # the watch sees to it
@@ -314,7 +315,8 @@ class Dispatcher:
                 same_node=placed.same_node,
                 same_zone=placed.same_zone,
             )
-        return [(workers[k], np.sort(asked[chosen == k])) for k in np.unique(chosen).tolist()]
+        shares = zip(workers, grouped(asked, chosen, len(workers)), strict=True)
+        return [(worker, own) for worker, own in shares if len(own)]
 
     # ---- what a rank gets -----------------------------------------------------------------
 

@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from itertools import pairwise
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from dataservice.engine.affinity import NO_WISHES, PackWishes
 from dataservice.engine.delivered import Delivered
 from dataservice.engine.reachability import Reachability
 from dataservice.engine.waiters import Waiters
+from dataservice.planning.kernels.sort import group_stable
 
 # A pack that has been ready for longer, and does not come, is not held up by its decoding.
 STREAM_PATIENCE_S = 3.0
@@ -197,6 +199,15 @@ class Placements(Sequence[PackPlacement]):
         return placement
 
 
+def grouped(
+    packs: NDArray[np.int64], number: NDArray[np.integer[Any]], workers: int
+) -> list[NDArray[np.int64]]:
+    """Of each of the workers, by number, those of these packs int64[k] that have its number in
+    `number` int[k], in their order. O(k + workers)."""
+    order, begins = group_stable(number.astype(np.int64), np.arange(len(packs)), workers)
+    return [packs[order[first:end]] for first, end in pairwise(begins.tolist())]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedStep:
     """The packs of one step, or some of them, as they are ordered, where each is, and what workers
@@ -268,9 +279,16 @@ class DispatchedStep:
         return bool(self.placements.pending.any())
 
     def packs_by_worker(self) -> dict[str, list[int]]:
-        """The places of the packs that each worker has a copy of."""
-        packs = {worker.worker: self.packs_at(worker.worker) for worker in self.workers}
-        return {name: own for name, own in packs.items() if own}
+        """The places of the packs that each worker has a copy of, rising. O(packs + workers)."""
+        # The only copy of a pack is its best one.
+        only = np.flatnonzero((self.holder >= 0) & (self.placements.call >= 0))
+        names = [worker.worker for worker in self.workers]
+        packs = dict(zip(names, grouped(only, self.holder[only], len(names)), strict=True))
+        found = {name: own.tolist() for name, own in packs.items()}
+        for pack, each in sorted(self.placements.apart.items()):
+            for name in each.copies:
+                found[name].append(pack)
+        return {name: sorted(own) for name, own in found.items() if own}
 
     def packs_at(self, worker: str) -> list[int]:
         """The places of the packs that are ordered from, or held by, this worker."""

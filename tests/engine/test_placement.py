@@ -6,12 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dataservice.core.order_columns import PackOrders
 from dataservice.core.orders import PackOrder, PackReceipt
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.receipts import PackAnswers, PackReceipts
+from dataservice.engine.delivered import Delivered
 from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.load_balancer import LoadBalancer
-from dataservice.engine.placement import Placements
+from dataservice.engine.placement import NOWHERE, Copy, DispatchedStep, Placements, grouped
+from dataservice.engine.reachability import Reachability
 from tests.engine.scripted_workers import ORDERS, PACKS, PLAN, Workers, held_by, ready
 from tests.waiting import until
 
@@ -79,6 +82,42 @@ async def test_packs_that_are_ordered_once_and_come_have_no_objects(
     await dispatcher.release(step, received=True)
     assert not step.decoding
     assert not step.placements.apart
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_worker_has_the_packs_with_a_copy_there(seed: int) -> None:
+    draw, packs = np.random.default_rng(seed), 40
+    workers = [WorkerInfo(worker=f"w{k}", address="a:1", slots=1) for k in range(draw.integers(6))]
+    step = DispatchedStep(
+        plan=PLAN,
+        orders=PackOrders.of(ORDERS),
+        placements=Placements(np.ones(packs, np.int64)),
+        reachability=Reachability(),
+        delivered=Delivered(PLAN, PackOrders.of(ORDERS)),
+    )
+    copies: dict[str, set[int]] = {}
+    for worker in workers:
+        call, number = step.placements.begin_call(worker), step.number_of(worker)
+        nowhere = np.flatnonzero(step.placements.call == NOWHERE)
+        own = nowhere[draw.random(len(nowhere)) < 0.3]
+        step.placements.order(own, call, 0.0, np.zeros(len(own)))
+        step.holder[own] = number
+        for pack in draw.choice(packs, size=4, replace=False).tolist():
+            copy = Copy(worker=worker, call=call, ordered_s=0.0, queued_work=1.0, hedge=True)
+            step.placements.own(pack).copies[worker.worker] = copy
+            step.note_holder(pack)
+    for pack, placement in enumerate(step.placements):
+        for name in placement.copies:
+            copies.setdefault(name, set()).add(pack)
+    assert step.packs_by_worker() == {name: sorted(own) for name, own in copies.items()}
+    for worker in workers:
+        assert step.packs_at(worker.worker) == sorted(copies[worker.worker])
+
+
+def test_grouped_packs_keep_their_order_and_a_worker_may_have_none() -> None:
+    by_worker = grouped(np.array([3, 5, 7, 8]), np.array([2, 0, 2, 0], np.int32), 3)
+    assert [own.tolist() for own in by_worker] == [[5, 8], [], [3, 7]]
+    assert grouped(np.empty(0, np.int64), np.empty(0, np.int32), 0) == []
 
 
 async def test_only_packs_that_were_lost_have_objects(
