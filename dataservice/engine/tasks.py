@@ -1,4 +1,4 @@
-"""Tasks that go on when their caller is cancelled, and tasks that are cancelled together."""
+"""Work that goes on when its caller is cancelled, or all who asked; tasks cancelled together."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
