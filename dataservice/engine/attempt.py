@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import attrgetter
 from typing import NoReturn
 
@@ -75,6 +76,7 @@ class Attempt:
         self.spec_version = spec_version
         self.trained_step = start.step - 1 if trained_step is None else trained_step
         self.claims: dict[int, Claim] = {}
+        self._connected: set[int] = set()
         self._received = _Least(attrgetter("received_step"))
         self._committed = _Least(attrgetter("committed_step"))
         self.reads_loss_weights = True
@@ -128,7 +130,14 @@ class Attempt:
             where=where,
         )
         self.claims[rank] = claim
+        self._connected.add(rank)
         return claim
+
+    def leave(self, claim: Claim) -> None:
+        """The claim's client is gone: another may have the rank."""
+        claim.live = False
+        if self.claims.get(claim.rank) is claim:
+            self._connected.discard(claim.rank)
 
     def refuse_if_claimed(self, rank: int, client: str) -> None:
         """Raises RankClaimedError where another live client holds the rank."""
@@ -158,15 +167,22 @@ class Attempt:
         return [ANYWHERE if claim is None else claim.where for claim in claims]
 
     @property
+    def connected(self) -> bool:
+        """Some client holds a rank now."""
+        return bool(self._connected)
+
+    @property
     def clients(self) -> list[str]:
-        """The clients that hold a rank now."""
+        """The clients that hold a rank now. O(ranks)."""
         return sorted({claim.client for claim in self.claims.values() if claim.live})
 
     @property
     def who(self) -> str:
         """Its launch and some of its clients, for messages."""
         launch = f"launch {self.launch}" if self.launch else "a launch without a name"
-        return f"{launch}: {', '.join(self.clients[:8]) or 'nobody connected'}"
+        # Of few: each rank of a launch that was replaced is told.
+        some = sorted({self.claims[rank].client for rank in islice(self._connected, 8)})
+        return f"{launch}: {', '.join(some) or 'nobody connected'}"
 
     @property
     def missing(self) -> tuple[int, ...]:

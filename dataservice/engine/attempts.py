@@ -226,7 +226,7 @@ class Attempts:
 def _require_newest(job: RunningJob, launch: str, who: str) -> None:
     """Raises FencedError where a newer launch trains."""
     running = job.attempt
-    if running is None or running.over or not running.clients:
+    if running is None or running.over or not running.connected:
         return
     if job.launches.replaces(running.launch, launch):
         raise FencedError(

@@ -78,6 +78,5 @@ def ranks_of(job: RunningJob) -> int:
     coming = [each.topology.world_size for each in job.forming.values() if not each.over]
     attempt = job.attempt
     if attempt is not None and not attempt.over:
-        trains = any(claim.live for claim in attempt.claims.values())
-        coming.append(attempt.topology.world_size if trains else 0)
+        coming.append(attempt.topology.world_size if attempt.connected else 0)
     return max(coming, default=0)

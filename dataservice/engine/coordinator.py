@@ -366,7 +366,7 @@ class Coordinator:
         known = self._sessions.pop(session, None)
         if known is None:
             return
-        known.claim.live = False
+        known.attempt.leave(known.claim)
         if (
             known.attempt is known.job.attempt
             and known.attempt.claims.get(known.claim.rank) is known.claim

@@ -153,7 +153,7 @@ class HealthView:
 
 
 def _is_trained(job: RunningJob) -> bool:
-    return job.attempt is not None and not job.attempt.over and bool(job.attempt.clients)
+    return job.attempt is not None and not job.attempt.over and job.attempt.connected
 
 
 def _ranks(attempt: Attempt | None, recent: RecentSteps) -> tuple[RankHealth, ...]:

@@ -407,7 +407,7 @@ class JobTable:
 
     def _require_unplanned(self, running: RunningJob, step: int, planned: int) -> None:
         attempt = running.attempt
-        if step > planned or attempt is None or attempt.over or not attempt.clients:
+        if step > planned or attempt is None or attempt.over or not attempt.connected:
             return
         raise ConflictError(
             f"step {step} of job {running.record.name!r} was planned already, as was every step "
@@ -499,7 +499,7 @@ def _require_weights_left(job: RunningJob, changes: Mapping[str, MixtureChange])
     """Raises SpecError where the trainers at work would be left with no source: an attempt keeps
     the file that it began with, without the changes that a newer one has."""
     attempt = job.attempt
-    if attempt is None or attempt.over or not attempt.clients:
+    if attempt is None or attempt.over or not attempt.connected:
         return
     try:
         job.setups[attempt.spec_version].stream.changed(changes).require_weights()

@@ -169,7 +169,7 @@ class Registration:
             checking = partial(check_fits, newest, known.attempt.topology)
             await self.planners.run(name, checking)
         for attempt in known.attempts:
-            if attempt.over or not attempt.clients:
+            if attempt.over or not attempt.connected:
                 continue
             # It goes on by its own version, with as much memory as that one says.
             checking = partial(check_fits, older[attempt.spec_version], attempt.topology)

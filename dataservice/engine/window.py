@@ -169,7 +169,7 @@ class ReadyWindow:
         seen_s = loop.time()
         while True:
             await asyncio.sleep(max(0.05, idle_s / 8))
-            if self._attempt.clients:
+            if self._attempt.connected:
                 seen_s = loop.time()
             elif loop.time() - seen_s >= idle_s and self._steps:
                 about = self._attempt.about

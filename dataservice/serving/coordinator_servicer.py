@@ -36,6 +36,7 @@ from dataservice.engine.api import (
     SessionOpened,
     SkippedSteps,
 )
+from dataservice.engine.waiters import Waiters
 from dataservice.serving import wire_health, wire_index, wire_jobs, wire_shards
 from dataservice.serving.access_control import AccessControl, Context, Visit
 from dataservice.serving.status_codes import ServiceUnreachableError
@@ -54,13 +55,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._api = api
         self._access = access
         self._job_of_session: dict[str, str] = {}
-        self._closing = asyncio.Event()
+        self._closing = False
+        self._closed = Waiters()
         self._listening: set[asyncio.Task[Any]] = set()
 
     def close(self) -> None:
         """End all sessions, and the calls that wait for a rank's next question, with a status that
         makes their clients reconnect."""
-        self._closing.set()
+        self._closing = True
+        self._closed.wake()
         for call in self._listening:
             call.cancel()
 
@@ -305,13 +308,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         question, ServiceUnreachableError where the service stops meanwhile."""
         task = asyncio.current_task()
         assert task is not None, "gRPC runs each call in a task"
-        if self._closing.is_set():
+        if self._closing:
             raise _stopping()
         self._listening.add(task)
         try:
             request = await context.read()
         except asyncio.CancelledError:
-            if not self._closing.is_set():
+            if not self._closing:
                 raise
             task.uncancel()
             raise _stopping() from None
@@ -396,11 +399,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             return ""
         return session
 
+    async def _until_closing(self) -> None:
+        while not self._closing:
+            await self._closed.next_change()
+
     async def _session_over(self, session: str, visit: Visit, context: Context) -> None:
         """Wait until the session ends and raise the reason: the engine's error, or
         ServiceUnreachableError where the service stops or the token is no longer valid."""
         ended = asyncio.ensure_future(self._api.session_ended(session))
-        closing = asyncio.ensure_future(self._closing.wait())
+        closing = asyncio.ensure_future(self._until_closing())
         either = {ended, closing}
         # Without tokens none can expire, and thousands of sessions would be woken for nothing.
         check_s = None if self._access.open else TOKEN_CHECK_S

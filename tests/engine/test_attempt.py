@@ -11,6 +11,7 @@ from dataservice.core.errors import (
 )
 from dataservice.core.topology import Topology
 from dataservice.engine.attempt import Attempt
+from tests.engine.counted import calls_of
 
 START = Cursor(step=8, position=64)
 
@@ -48,8 +49,33 @@ async def test_two_live_clients_cannot_claim_one_rank(attempt):
     claim = attempt.join(0, "a:1", world_size=2, cursor=START)
     with pytest.raises(RankClaimedError, match="held by a:1 in attempt 3; b:1 cannot"):
         attempt.join(0, "b:1", world_size=2, cursor=START)
-    claim.live = False
+    assert attempt.connected
+    attempt.leave(claim)
+    assert not attempt.connected
     assert attempt.join(0, "b:1", world_size=2, cursor=START).client == "b:1"
+
+
+async def test_who_holds_a_rank_is_known_though_its_former_client_leaves_later(attempt):
+    former = attempt.claim(0, "a:1")
+    attempt.claim(0, "b:1")
+    attempt.leave(former)
+    assert (attempt.connected, attempt.clients) == (True, ["b:1"])
+
+
+def who_is_here(ranks: int) -> list[int]:
+    """The calls that asking for it takes, while these ranks are here and once they have left."""
+    attempt = Attempt(job="job", number=3, topology=Topology(world_size=ranks), start=START)
+    claims = [attempt.claim(rank, f"a:{rank}") for rank in range(ranks)]
+    asked = [calls_of(lambda: (attempt.connected, attempt.who))]
+    assert attempt.who == "a launch without a name: " + ", ".join(f"a:{k}" for k in range(8))
+    for claim in claims:
+        attempt.leave(claim)
+    assert attempt.who == "a launch without a name: nobody connected"
+    return [*asked, calls_of(lambda: (attempt.connected, attempt.who))]
+
+
+async def test_who_is_here_takes_as_many_calls_of_any_number_of_ranks():
+    assert who_is_here(500) == who_is_here(8)
 
 
 async def test_ranks_that_never_come_are_named(attempt):
