@@ -361,7 +361,6 @@ class Dispatcher:
         self, step: DispatchedStep, packs: NDArray[np.int32], rank: int, ready: bool
     ) -> bool:
         """Whether each of these packs is at hand, as below."""
-        self._see_workers()
         places = self._in_question(step, packs, rank, all_of_them=ready)
         return not [p for p in packs[places].tolist() if not self._at_hand(step, p, rank, ready)]
 
@@ -401,6 +400,7 @@ class Dispatcher:
             return not ready or any(copy.ready for copy in reachable)
         if not placement.may_be_tried:
             return False  # the watch will order it
+        self._see_workers()
         worker = self._choose(step, pack, self._reached_by(step, rank))
         if worker is not None:
             self._orders.make(step, pack, worker)
