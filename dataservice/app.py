@@ -141,12 +141,6 @@ async def start_service(
     ending = Ending()
     async with contextlib.AsyncExitStack() as started:
         access = make_access_control(config, started)
-        metrics, endpoint = make_metrics(config, started, ending), None
-        metrics.team_weights({name: team.weight for name, team in config.teams.items()})
-        metrics.wanted_workers(config.workers)
-        if config.metrics_listen is not None:
-            endpoint = serve_metrics(metrics.registry, config.metrics_listen)
-            _stop_in_thread(started, ending, "the metrics endpoint", endpoint.stop)
         opener = JobOpener(
             custom_processors=config.custom_processors,
             limits=config.limits,
@@ -162,12 +156,19 @@ async def start_service(
         # From a thread that lives on: the kernel kills the processes when their parent thread ends.
         opening = _in_starting.begin(opener.start)
         try:  # meanwhile, as it waits for a process that loads libraries
-            tell("compiling the planner; a first start takes minutes, others seconds")
-            compiling = _in_starting.begin(warm_up)
-            # A large one is checked and copied meanwhile. Workers are taken over once it is ours.
-            store = SqliteStateStore(Path(config.state_dir))
+            store = SqliteStateStore(Path(config.state_dir))  # a large one is checked and copied
             _stop_in_thread(started, ending, "the state store", store.close)
-            await compiling
+            watchdog = Watchdog(config.unwell_after_s)
+            started.callback(watchdog.close)
+            watchdog.watch("the state store", store.check)
+            metrics, endpoint = make_metrics(config, started, ending), None
+            metrics.team_weights({name: team.weight for name, team in config.teams.items()})
+            metrics.wanted_workers(config.workers)
+            if config.metrics_listen is not None:
+                endpoint = serve_metrics(metrics.registry, config.metrics_listen)
+                _stop_in_thread(started, ending, "the metrics endpoint", endpoint.stop)
+            tell("compiling the planner; a first start takes minutes, others seconds")
+            await _in_starting(warm_up)
             secret = shared_secret(config)
             pool = make_pool(config, secret, serve_worker)
             started.push_async_callback(pool.stop)
@@ -175,9 +176,6 @@ async def start_service(
             await pool.start()
         finally:
             await opening
-        watchdog = Watchdog(config.unwell_after_s)
-        started.callback(watchdog.close)
-        watchdog.watch("the state store", store.check)
         # One thread: a team's order waits at most for one pack of another team to be written.
         writers = FairThreads("writing orders", threads=1, teams=lambda: config.teams)
         started.callback(writers.close)

@@ -168,7 +168,7 @@ def _stretches(marked: str) -> list[Stretch]:
                     edges.append(length)
                 parts.append(part)
                 length += len(part)
-        if learning:
+        if len(edges) % 2:  # marks of a template's own making need not alternate
             edges.append(length)
         stretches.append(("".join(parts), edges))
     return stretches

@@ -52,6 +52,8 @@ class SharedWork(Generic[Result]):
         raises."""
         task = self._tasks.get(step)
         if task is None:
+            if not wanted():
+                return None
             task = self._tasks[step] = detach(begin())
             task.add_done_callback(partial(self._ended, step))
         try:

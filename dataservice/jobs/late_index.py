@@ -34,7 +34,7 @@ from dataservice.sources.manifest import AGAIN
 
 log = logging.getLogger(__name__)
 
-TEAMS_AT_ONCE = 4  # whose indexes are read whole: each process may take as much as one that opens
+TEAMS_AT_ONCE = 2  # whose indexes are read whole: each process may take as much as one that opens
 
 
 class LateIndexes:

@@ -78,6 +78,24 @@ def test_samples_that_begin_together_have_the_tokens_that_each_has_alone(
         refused(())
 
 
+CUTTING = """{% for m in messages %}{% if m['role'] == 'assistant' %}\
+{% generation %}{{ m['content'] }}\
+{% if 'day' in m['content'] %}{% continue %}{% endif %}\
+<|im_end|>{% endgeneration %}{% else %}<|im_start|>{{ m['content'] }}{% endif %}{% endfor %}"""
+
+
+def test_a_template_that_leaves_what_is_learnt_open_changes_no_other_sample(kitchen, sample):
+    (kitchen.folder / "cutting.jinja").write_text(CUTTING)
+    pipeline = kitchen.pipeline(chat_template=str(kitchen.folder / "cutting.jinja"))
+    plain = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good night."}]
+    samples = [sample({"messages": each}) for each in (CHAT, plain, CHAT[:3], plain)]
+    planned = [pipeline.measure(raw) for raw in samples]
+    finishes = pipeline.begin([ToDecode(*pair) for pair in zip(samples, planned, strict=True)])
+    for raw, finish in zip(samples, finishes, strict=True):
+        assert finish(()).labels.tolist() == decode(pipeline, raw).labels.tolist()
+    assert kitchen.learnt(finishes[3](()).labels) == ["Good night.<|im_end|>"]
+
+
 def test_chatml_and_the_tokenizers_own_template_agree(kitchen, sample):
     raw = sample({"messages": CHAT})
     own, chatml = (decode(kitchen.pipeline(chat_template=t), raw) for t in ("auto", "chatml"))
