@@ -20,6 +20,12 @@ def wait_for(condition: Callable[[], T], limit_s: float = LIMIT_S) -> T:
     return found
 
 
+async def settled() -> None:
+    """Let tasks and threads do what they can do without being let go."""
+    for _ in range(20):
+        await asyncio.sleep(0.002)
+
+
 async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
     """The same in a coroutine: its loop goes on meanwhile."""
     async with asyncio.timeout(limit_s):

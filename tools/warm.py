@@ -10,10 +10,9 @@ import dataservice.decode.resample
 import dataservice.engine.cut_fields
 import dataservice.sources.gather
 import dataservice.sources.shuffle  # noqa: F401
-from dataservice.planning.layout.warm import warm_layouts, warm_standalone
+from dataservice.planning.layout.warm import warm_layouts
 from dataservice.planning.warm import warm_up
 
 if __name__ == "__main__":
     warm_up()
     warm_layouts()
-    warm_standalone()

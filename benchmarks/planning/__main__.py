@@ -33,7 +33,7 @@ from benchmarks.planning import (
 from benchmarks.planning.growth import grow, growth_to_text
 from benchmarks.planning.papers.rebuilt import papers
 from benchmarks.report import print_rows, rows_to_markdown, verdict, write_report
-from dataservice.planning.layout.warm import warm_layouts, warm_standalone
+from dataservice.planning.layout.warm import warm_layouts
 from dataservice.planning.warm import warm_up
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -85,7 +85,6 @@ def main(arguments: list[str]) -> None:
     console.print(f"{hardware()}; compiling kernels …")
     warm_up()
     warm_layouts()
-    warm_standalone()
     begin, used = time.perf_counter(), time.process_time()
     rows: list[Row] = []
     parts: list[str] = []

@@ -176,7 +176,7 @@ class Explainer:
             self._asked[team] -= 1
             self._asked += Counter()  # forget those that ask for nothing
 
-    def _came(self, setups: SetupOf, job: str, step: int, attempt: int | None) -> "_CameTo":
+    def _came(self, setups: SetupOf, job: str, step: int, attempt: int | None) -> _CameTo:
         """The step as that attempt, by default the newest, came to it. Raises NotFoundError where
         none did."""
         entries = {entry.attempt: entry for entry in self._store.ledger_of_step(job, step)}
@@ -206,7 +206,7 @@ class Explainer:
         )
 
     def _explained(
-        self, came: "_CameTo", planned: PlannedStep, keys: tuple[str, ...]
+        self, came: _CameTo, planned: PlannedStep, keys: tuple[str, ...]
     ) -> StepExplanation:
         job, step = came.setup.record.name, planned.plan.step
         return StepExplanation(

@@ -121,12 +121,9 @@ class JobTable:
             job = self.running[record.name] = RunningJob(record=record)
             if await in_store(self._store.last_attempt, record.name) is not None:
                 ran[team_of(record.name)].append(job)
-        self._restoring = [
-            asyncio.create_task(self._restore_each(left))
-            for team, jobs in ran.items()
-            for left in [iter(jobs)]
-            for _ in range(self._openings.most_of(team))
-        ]
+        for team, jobs in ran.items():
+            left, most = iter(jobs), self._openings.most_of(team)
+            self._restoring += [asyncio.create_task(self._restore_each(left)) for _ in range(most)]
 
     async def restored(self) -> None:
         """Wait until every job that ran is open, or known to be closed for now."""
@@ -174,10 +171,8 @@ class JobTable:
         while True:
             if job.restored and job.setup is not None and not job.opening.locked():
                 return job.setup
-            if job.setting_up is None:
-                job.setting_up = detach(self._set_up(job))
-                job.setting_up.add_done_callback(lambda _: setattr(job, "setting_up", None))
-            setup = await asyncio.shield(job.setting_up)
+            version = job.record.spec_version
+            setup = await job.setting_up.result(version, partial(self._set_up, job))
             if setup.record.spec_version == job.record.spec_version:  # else it changed meanwhile
                 return setup
 
@@ -479,11 +474,8 @@ class JobTable:
         """Compare the index with its sources, once for all ranks of an attempt."""
         if job.forming_of(launch) is not None:
             return
-        if job.checking is None or job.checking.done():
-            job.checking = detach(
-                self._openings.run_registered(job.record.name, setup.require_current)
-            )
-        await asyncio.shield(job.checking)
+        checking = partial(self._openings.run_registered, job.record.name, setup.require_current)
+        await job.checking.result(setup.record.spec_version, checking)
 
     async def note_receipts(self, step: DispatchedStep, receipts: PackReceipts) -> None:
         """A worker has decoded packs of a step: tell the attempt that ordered them."""

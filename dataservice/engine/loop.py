@@ -218,9 +218,7 @@ class AttemptLoop:
         known = self._summaries.get(step)
         if known is not None:
             return known
-        made = await self._summing.result(step, partial(self._summed_again, step))
-        assert made is not None, "it is always wanted"
-        return made
+        return await self._summing.result(step, partial(self._summed_again, step))
 
     async def _summed_again(self, step: int) -> StepSummary:
         """The same of a step that is not kept, planned again once for all ranks that ask."""
@@ -446,7 +444,7 @@ class AttemptLoop:
             return await self._window.wait_planned(step)
         # It has left the window, or a former coordinator planned it: all its ranks may ask at once.
         planning = partial(self._plan_from_ledger, step)
-        ready = await self._again.result(step, planning, wanted=lambda: not self._attempt.over)
+        ready = await self._again.result_while(lambda: not self._attempt.over, step, planning)
         if ready is None:
             await self._attempt.ended()
         return ready

@@ -16,9 +16,10 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from dataservice.core.errors import ConflictError, QuotaError
-from dataservice.core.team import TeamSpec, full_name, team_of
+from dataservice.core.team import NO_TEAM, TeamSpec, full_name, team_of
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.tasks import detach
+from dataservice.engine.waiters import Waiters
 
 MOST_WAITING = 64
 
@@ -33,11 +34,10 @@ class Openings:
         """`teams` is asked each time: weights may change."""
         self._closed = False
         self._threads = FairThreads("opening", threads=at_once, teams=teams, for_all=False)
-        self._at_once = at_once
         self._submitted: Counter[str] = Counter()
-        self._all: Counter[str] = Counter()
-        self._reserved: set[str] = set()
-        self._one_over = asyncio.Event()
+        self._taken: Counter[str] = Counter()  # begun, waiting, or in a gap
+        self._in_gaps: set[str] = set()
+        self._one_over = Waiters()
 
     async def run(
         self, team: str, work: Callable[Given, Result], *args: Given.args, **more: Given.kwargs
@@ -50,31 +50,27 @@ class Openings:
                 "once they are."
             )
         call, name = partial(work, *args, **more), full_name(team, "")
-        return await asyncio.shield(self._begun(name, call, self._submitted, self._all))
+        return await asyncio.shield(self._begun(name, call, self._submitted, self._taken))
 
     async def run_registered(self, job: str, work: Callable[[], Result]) -> Result:
         """The same for a job that is registered, whose openings take turns: as many may wait as the
         team has jobs, as they do when a service starts again under all their ranks."""
-        if job in self._reserved:  # it is counted
-            self._reserved.remove(job)
-            self._all[team_of(job)] -= 1
-        return await asyncio.shield(self._begun(job, work, self._all))
+        counted = () if job in self._in_gaps else (self._taken,)
+        return await asyncio.shield(self._begun(job, work, *counted))
 
     @asynccontextmanager
     async def gap(self, job: str) -> AsyncIterator[None]:
-        """Begins once an opening of this registered job would begin at once; the first one of it
-        within does."""
+        """Begins once an opening of this registered job would begin at once; one within does."""
         team = team_of(job)
         while not self._has_room(team):
-            await self._one_over.wait()
-        self._all[team] += 1
-        self._reserved.add(job)
+            await self._one_over.next_change()
+        self._taken[team] += 1
+        self._in_gaps.add(job)
         try:
             yield
         finally:
-            if job in self._reserved:  # it was open already
-                self._reserved.remove(job)
-                self._is_over(team, self._all)
+            self._in_gaps.remove(job)
+            self._is_over(team, self._taken)
 
     def most_of(self, team: str) -> int:
         """How many openings of a team go on at once."""
@@ -90,7 +86,6 @@ class Openings:
         team = team_of(job)
         for counts in counted:
             counts[team] += 1
-
         task = detach(self._threads.run(job, partial(self._unless_closed, work)))
         task.add_done_callback(lambda _: self._is_over(team, *counted))
         return task
@@ -100,8 +95,7 @@ class Openings:
             counts[team] -= 1
             if not counts[team]:
                 del counts[team]
-        self._one_over.set()  # whoever waits for it now looks again
-        self._one_over.clear()
+        self._one_over.wake()
 
     def _unless_closed(self, work: Callable[[], Result]) -> Result:
         if self._closed:
@@ -109,5 +103,5 @@ class Openings:
         return work()
 
     def _has_room(self, team: str) -> bool:
-        taken = sum(min(count, self.most_of(each)) for each, count in self._all.items())
-        return self._all[team] < self.most_of(team) and taken < self._at_once
+        taken = sum(min(count, self.most_of(each)) for each, count in self._taken.items())
+        return self._taken[team] < self.most_of(team) and taken < self.most_of(NO_TEAM)

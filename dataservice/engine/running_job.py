@@ -9,14 +9,15 @@ from dataservice.core.job_setup import JobSetup
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.launches import Launches
 from dataservice.engine.loop import AttemptLoop
+from dataservice.engine.tasks import SharedWork
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningJob:
     """A job with its attempts: those that form, by launch, and the one that runs. `setups` has the
     job under each version of its file that is in use. `setting_up` opens and restores it, and
-    `checking` checks whether the index is current: once for all ranks that ask meanwhile, also
-    where those that asked first are gone. `deleted` is for ranks that still ask then."""
+    `checking` checks whether the index is current, by the version of its file. `deleted` is for
+    ranks that still ask then."""
 
     record: JobRecord
     setups: dict[int, JobSetup] = field(default_factory=dict)
@@ -29,8 +30,8 @@ class RunningJob:
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
-    setting_up: asyncio.Task[JobSetup] | None = None
-    checking: asyncio.Task[None] | None = None
+    setting_up: SharedWork[JobSetup] = field(default_factory=SharedWork)
+    checking: SharedWork[None] = field(default_factory=SharedWork)
     deleted: bool = False
 
     @property

@@ -25,8 +25,9 @@ def retrieve_error(done: asyncio.Future[Any]) -> None:
 
 
 class SharedWork(Generic[Result]):
-    """Work by step, begun once for all who ask while it lasts; it goes on when they leave. Whoever
-    asks, waits and leaves costs O(1), as under many shields of one task it does not."""
+    """Work by number, of a step say, begun once for all who ask while it lasts; it goes on when
+    they leave. Whoever asks, waits and leaves costs O(1), as under many shields of one task it does
+    not."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, asyncio.Task[Result]] = {}
@@ -41,30 +42,42 @@ class SharedWork(Generic[Result]):
         """Have all who wait look whether they still want the work."""
         self._waiters.wake()
 
-    async def result(
+    async def result(self, number: int, begin: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """What the work of this number makes. Raises what it raises."""
+        return (await self._over(self._task(number, begin), lambda: True)).result()
+
+    async def result_while(
         self,
-        step: int,
+        wanted: Callable[[], bool],
+        number: int,
         begin: Callable[[], Coroutine[Any, Any, Result]],
-        *,
-        wanted: Callable[[], bool] = lambda: True,
     ) -> Result | None:
-        """What the work for this step makes, or None once it is not `wanted`. Raises what it
-        raises."""
-        task = self._tasks.get(step)
-        if task is None:
-            if not wanted():
-                return None
-            task = self._tasks[step] = detach(begin())
-            task.add_done_callback(partial(self._ended, step))
+        """The same, or None once it is not `wanted`."""
+        if not wanted():
+            return None
+        task = await self._over(self._task(number, begin), wanted)
         try:
-            while wanted() and not task.done():
-                await self._waiters.next_change()
             return task.result() if wanted() else None
         finally:
             del task  # what it raises keeps this frame, which would keep it
 
-    def _ended(self, step: int, _task: asyncio.Task[Result]) -> None:
-        del self._tasks[step]
+    def _task(
+        self, number: int, begin: Callable[[], Coroutine[Any, Any, Result]]
+    ) -> asyncio.Task[Result]:
+        if number not in self._tasks:
+            self._tasks[number] = detach(begin())
+            self._tasks[number].add_done_callback(partial(self._ended, number))
+        return self._tasks[number]
+
+    async def _over(
+        self, task: asyncio.Task[Result], wanted: Callable[[], bool]
+    ) -> asyncio.Task[Result]:
+        while wanted() and not task.done():
+            await self._waiters.next_change()
+        return task
+
+    def _ended(self, number: int, _task: asyncio.Task[Result]) -> None:
+        del self._tasks[number]
         self._waiters.wake()
 
 

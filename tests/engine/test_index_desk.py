@@ -14,6 +14,7 @@ from dataservice.engine import index_desk
 from dataservice.engine.index_desk import IndexDesk
 from dataservice.engine.opening import Openings
 from dataservice.engine.shares import Shares
+from tests.waiting import settled, until
 
 
 def worker(number, *, slots=1, state="serving"):
@@ -73,17 +74,6 @@ async def taken(desk, errand, team="", source="a", text="good"):
 
 def begin(desk, *errands, team=""):
     return [asyncio.create_task(taken(desk, errand, team)) for errand in errands]
-
-
-async def until(holds):
-    async with asyncio.timeout(5):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
-async def settled():
-    for _ in range(20):
-        await asyncio.sleep(0.002)
 
 
 async def test_an_errand_is_told_its_places_and_what_the_worker_says():

@@ -8,7 +8,7 @@ import pytest
 
 from dataservice.core.errors import ConflictError, QuotaError
 from dataservice.engine.opening import MOST_WAITING, Openings
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, settled, until
 
 AT_ONCE = 3
 
@@ -34,11 +34,6 @@ def held() -> Held:
     return Held()
 
 
-async def _settled() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0.002)
-
-
 async def test_where_there_are_no_teams_jobs_are_opened_in_all_threads(held: Held):
     openings = Openings(at_once=AT_ONCE)
     jobs = [f"job-{k}" for k in range(AT_ONCE + 1)]
@@ -58,7 +53,7 @@ async def test_a_team_whose_files_hang_leaves_a_thread_whatever_it_asks_for(held
     await until(lambda: len(held.begun) == openings.most_of("slow"))
     assert await openings.run("other", lambda: "done") == "done"
     assert await openings.run_registered("other/job", lambda: "done") == "done"
-    await _settled()
+    await settled()
     assert len(held.begun) == openings.most_of("slow") == AT_ONCE - 1
     held.go.set()
     await asyncio.gather(*hanging)
@@ -75,7 +70,7 @@ async def test_what_nobody_asked_for_begins_only_in_a_thread_that_is_free(held: 
     first = [asyncio.create_task(beside(f"beside-{k}")) for k in range(AT_ONCE + 3)]
     await until(lambda: len(held.begun) == AT_ONCE)
     asked = [asyncio.create_task(openings.run("", held.work(f"asked-{k}"))) for k in range(5)]
-    await _settled()
+    await settled()
     held.go.set()
     await asyncio.gather(*first, *asked)
     in_order = [name.partition("-")[0] for name in held.begun]
@@ -97,7 +92,7 @@ async def test_a_gap_is_not_for_a_team_that_has_as_many_threads_as_it_may(held: 
 
     await pass_through("b/1")
     waiting = asyncio.create_task(pass_through("a/9"))
-    await _settled()
+    await settled()
     assert entered == ["b/1"]
     await pass_through("b/2")  # what opened nothing gives its place back
     held.go.set()
@@ -108,7 +103,7 @@ async def test_a_gap_is_not_for_a_team_that_has_as_many_threads_as_it_may(held: 
 async def test_a_team_may_have_so_many_submissions_waiting_and_no_more(held: Held):
     openings = Openings(at_once=AT_ONCE)
     waiting = [asyncio.create_task(openings.run("a", held.work("a"))) for _ in range(MOST_WAITING)]
-    await _settled()
+    await settled()
     with pytest.raises(QuotaError, match=f"{MOST_WAITING} jobs of this team wait"):
         await openings.run("a", held.work("a"))
     held.go.set()
@@ -121,7 +116,7 @@ async def test_what_has_not_begun_when_the_service_stops_never_does(held: Held):
     begun = [asyncio.create_task(openings.run("", held.work("begun"))) for _ in range(AT_ONCE)]
     await until(lambda: len(held.begun) == AT_ONCE)
     late = asyncio.create_task(openings.run("", held.work("late")))
-    await _settled()
+    await settled()
     openings.close()
     held.go.set()
     assert await asyncio.gather(*begun) == ["begun"] * AT_ONCE

@@ -142,7 +142,7 @@ async def test_whoever_asked_for_work_is_told_why_it_failed_or_that_it_is_not_wa
 
     with pytest.raises(NotFoundError, match="step 9"):
         await work.result(9, fail)
-    asked = await begun(lambda: work.result(10, hang, wanted=lambda: wanted))
+    asked = await begun(lambda: work.result_while(lambda: wanted, 10, hang))
     wanted = False
     searched, ended = await most_searched(asked, work.look_again)
     assert searched <= 1

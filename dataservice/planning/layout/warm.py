@@ -1,6 +1,6 @@
-"""Compile the kernels of a layout: a search over two small models, so that no user's first layout
-waits for a compiler; and those of planners that stand alone. Part of the set-up: a service lays
-nothing out, and its steps need neither these kernels nor the libraries that come with them."""
+"""Compile the kernels that no step needs: of a layout, by a search over two small models, so that
+no user's first layout waits for a compiler, and of planners that stand alone. Part of the set-up: a
+service needs neither them nor the libraries that come with them."""
 
 import numpy as np
 
@@ -25,7 +25,8 @@ MEMORY_BYTES = (80e9, 1.2e9)
 
 
 def warm_layouts() -> None:
-    """Lay a few layers over four GPUs. Half a minute at first, then less than a second."""
+    """Lay a few layers over four GPUs, and balance a few loads. Half a minute at first, then less
+    than a second."""
     encoder = Encoder(
         layers=4,
         hidden_size=256,
@@ -51,6 +52,7 @@ def warm_layouts() -> None:
             planned_s(task, lay_out_modules(task.model, group, task.batches))
 
     _warm_bubbles()
+    _warm_standalone()
 
 
 def _warm_bubbles() -> None:
@@ -62,8 +64,7 @@ def _warm_bubbles() -> None:
     schedule_bubbles(backbone, [encoder])
 
 
-def warm_standalone() -> None:
-    """Balance a few made-up loads by each planner that no step uses."""
+def _warm_standalone() -> None:
     loads = (np.arange(97, dtype=np.int64) * 7919) % 89 + 1
     balance_padded(loads, 8, beta=0.1)
     balance_conv(loads, 8, alpha=1.0, lam=0.01)
