@@ -69,6 +69,11 @@ class FairShare(Generic[Key]):
         if key in self._accounts:
             self._accounts[key].waiting = False
 
+    @property
+    def wanting(self) -> bool:
+        """Whether any claimant has work waiting."""
+        return any(each.waiting for each in self._accounts.values())
+
     def lowest(self, now_s: float) -> Key | None:
         """The claimant with work that is to be served next; of equals, the one that came first.
         O(claimants + their running work)."""

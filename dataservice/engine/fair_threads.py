@@ -4,14 +4,14 @@
 
 Contract. Teams take turns by the seconds that their work has taken, over their weights, and the
 jobs of one team by theirs (see core/fair_share.py); work of one job begins in the order in which it
-came. Where there are several threads, no team has all of them, so that the work of others need not
-wait for its own; where there are no teams, jobs may have all. Work whose caller is cancelled before
-it begins is never begun; once begun it goes on to its end, for a thread cannot be stopped. All
-calls are on one event loop.
+came. Where there are several threads, no team has all of them, and no job all that its team may
+have, so that the work of others need not wait for its own. Work whose caller is cancelled before it
+begins is never begun; once begun it goes on to its end, for a thread cannot be stopped. All calls
+are on one event loop.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +26,13 @@ Result = TypeVar("Result")
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Team:
-    """A team's waiting work by job, the number of its works that are `running`, the order of its
+    """A team's waiting work by job, how many works of each job are `running`, the order of its
     `jobs`, and the seconds that the last work of each job took."""
 
     waiting: dict[str, deque[tuple[Callable[[], Any], asyncio.Future[Any]]]]
     jobs: FairShare[str]
     last_s: dict[str, float]
-    running: int = 0
+    running: Counter[str]
 
 
 class FairThreads:
@@ -59,10 +59,11 @@ class FairThreads:
         name = team_of(job)
         team = self._teams.get(name)
         if team is None:
-            team = self._teams[name] = _Team(waiting={}, jobs=FairShare(), last_s={})
+            team = self._teams[name] = _Team(
+                waiting={}, jobs=FairShare(), last_s={}, running=Counter()
+            )
         team.waiting.setdefault(job, deque()).append((work, future))
-        team.jobs.wants(job)
-        self._note(name, team)
+        self._note(name, team, job)
         self._fill()
         return await future
 
@@ -74,10 +75,15 @@ class FairThreads:
         """Begin nothing more. What runs goes on to its end."""
         self._calls.close()
 
-    def _note(self, name: str, team: _Team) -> None:
-        """A team that has as many threads as it may counts as one without work, so that waiting
-        for more earns it no credit."""
-        if team.waiting and team.running < self.most_of(name):
+    def _note(self, name: str, team: _Team, job: str) -> None:
+        """Something changed for a job. It, or its team, counts as without work while it has as many
+        threads as it may, so that waiting for more earns it no credit."""
+        most = self.most_of(name)
+        if job in team.waiting and team.running[job] < max(1, most - 1):
+            team.jobs.wants(job)
+        else:
+            team.jobs.rests(job)
+        if team.jobs.wanting and team.running.total() < most:
             self._shares.wants(name, weight=self._specs().get(name, TeamSpec()).weight)
         else:
             self._shares.rests(name)
@@ -93,10 +99,9 @@ class FairThreads:
             work, future = team.waiting[job].popleft()
             if not team.waiting[job]:
                 del team.waiting[job]
-                team.jobs.rests(job)
             if not future.done():
                 self._begin(name, job, work, future)
-            self._note(name, team)
+            self._note(name, team, job)
 
     def _begin(
         self, name: str, job: str, work: Callable[[], Any], future: asyncio.Future[Any]
@@ -106,7 +111,7 @@ class FairThreads:
         self._shares.begin(name, run)
         team.jobs.begin(job, run)
         self._free -= 1
-        team.running += 1
+        team.running[job] += 1
         running = self._calls.begin(work)
         running.add_done_callback(partial(self._ended, name, job, run, future))
 
@@ -118,8 +123,8 @@ class FairThreads:
         self._shares.end(name, run, seconds)
         team.jobs.end(job, run, seconds)
         self._free += 1
-        team.running -= 1
-        self._note(name, team)
+        team.running -= Counter([job])  # drops what is zero
+        self._note(name, team, job)
         self._fill()
         if ran.cancelled():
             future.cancel()

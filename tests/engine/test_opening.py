@@ -59,6 +59,15 @@ async def test_a_team_whose_files_hang_leaves_a_thread_whatever_it_asks_for(held
     await asyncio.gather(*hanging)
 
 
+async def test_submissions_that_hang_leave_a_thread_to_jobs_that_are_there(held: Held):
+    openings = Openings(at_once=AT_ONCE)
+    hanging = [asyncio.create_task(openings.run("", held.work("new"))) for _ in range(9)]
+    await until(lambda: len(held.begun) == AT_ONCE - 1)
+    assert await openings.run_registered("job", lambda: "done") == "done"
+    held.go.set()
+    await asyncio.gather(*hanging)
+
+
 async def test_what_nobody_asked_for_begins_only_in_a_thread_that_is_free(held: Held):
     openings = Openings(at_once=AT_ONCE)
 
@@ -113,13 +122,14 @@ async def test_a_team_may_have_so_many_submissions_waiting_and_no_more(held: Hel
 
 async def test_what_has_not_begun_when_the_service_stops_never_does(held: Held):
     openings = Openings(at_once=AT_ONCE)
-    begun = [asyncio.create_task(openings.run("", held.work("begun"))) for _ in range(AT_ONCE)]
+    jobs = [f"job-{k}" for k in range(AT_ONCE)]
+    begun = [asyncio.create_task(openings.run_registered(job, held.work(job))) for job in jobs]
     await until(lambda: len(held.begun) == AT_ONCE)
     late = asyncio.create_task(openings.run("", held.work("late")))
     await settled()
     openings.close()
     held.go.set()
-    assert await asyncio.gather(*begun) == ["begun"] * AT_ONCE
+    assert await asyncio.gather(*begun) == jobs
     with pytest.raises(ConflictError, match="stopping"):
         await late
     assert "late" not in held.begun
