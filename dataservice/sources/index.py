@@ -36,6 +36,7 @@ from dataservice.sources.manifest import (
     SkippedSample,
 )
 from dataservice.sources.part_reader import read_part, read_tokens
+from dataservice.sources.part_sums import PartSums
 from dataservice.sources.reasons import ReasonCount, by_wording, reason_lines
 from dataservice.sources.shared_indexing import (
     Elsewhere,
@@ -119,7 +120,8 @@ def build_index(
     folder = IndexFolder(out_dir, spec.name)
     _require_apart(spec, folder, files)
     folder.create()
-    records = dict(_current_parts(folder, files, recipe, limits))
+    sums = PartSums(folder, limits)
+    records = dict(_current_parts(folder, files, recipe, limits, sums))
     reused = len(records)
     task = IndexTask(
         spec=spec,
@@ -155,7 +157,9 @@ def build_index(
     _require_samples(spec, manifest)
     with folder.replace(MANIFEST) as stream:
         stream.write(manifest.to_json().encode())
-    folder.remove_others({part_name(part.file.name) for part in manifest.parts})
+    names = {part_name(part.file.name) for part in manifest.parts}
+    folder.remove_others(names)
+    sums.record(sorted(names))
     summary = _summary(manifest, folder, files_reused=reused, seconds=time.monotonic() - started_s)
     return replace(summary, pieces_reused=sum(map(len, left.values())))
 
@@ -196,11 +200,15 @@ def _token_figures(manifest: Manifest, folder: IndexFolder) -> TokenFigures:
 
 
 def _current_parts(
-    folder: IndexFolder, files: Sequence[SourceFile], recipe: Recipe, limits: DecodeLimits
+    folder: IndexFolder,
+    files: Sequence[SourceFile],
+    recipe: Recipe,
+    limits: DecodeLimits,
+    sums: PartSums,
 ) -> Iterator[tuple[str, PartRecord]]:
     """By name, files that have a whole part, made from these very bytes by this very recipe."""
     for file in files:
-        if record := _current(folder, part_name(file.name), file, recipe, limits):
+        if record := _current(folder, part_name(file.name), file, recipe, limits, sums):
             yield file.name, record
 
 
@@ -223,16 +231,23 @@ def _left_pieces(
 
 
 def _current(
-    folder: IndexFolder, name: str, file: SourceFile, recipe: Recipe, limits: DecodeLimits
+    folder: IndexFolder,
+    name: str,
+    file: SourceFile,
+    recipe: Recipe,
+    limits: DecodeLimits,
+    sums: PartSums | None = None,
 ) -> PartRecord | None:
-    """What a part or piece says of itself, if it is whole, and of this very file and recipe."""
+    """What a part or piece says of itself, if it is whole, and of this very file and recipe. Of one
+    that the `sums` vouch for the rows are not read."""
     try:
         with folder.open(name) as stream:
             record = read_record(stream)
         if record is None or record.recipe != recipe or record.file != IndexedFile.of(file):
             return None
-        for _ in read_part(folder, record, limits, name):
-            pass
+        if sums is None or not sums.vouch_for(name):
+            for _ in read_part(folder, record, limits, name):
+                pass
     except (FileNotFoundError, IndexStaleError):
         return None
     return record

@@ -1,6 +1,7 @@
 """The folder of an index: small files at a path or any fsspec URL.
 
 INDEX_DIR/SOURCE_NAME/manifest.json          written last: its presence means complete
+INDEX_DIR/SOURCE_NAME/sums.json              see part_sums.py
 INDEX_DIR/SOURCE_NAME/part-<digest>.parquet  one per source file, named after a digest of the file's
 name
 INDEX_DIR/SOURCE_NAME/part-<digest>.parquet.<start>-<end>-<records before>

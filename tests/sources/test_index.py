@@ -22,6 +22,7 @@ import pytest
 
 from dataservice.core.errors import SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import ItemKind, RawSample, SampleLengths
 from dataservice.sources import index, index_files, shared_indexing
@@ -34,6 +35,8 @@ from dataservice.sources.index import IndexSummary, build_index
 from dataservice.sources.index_folder import MANIFEST, part_name
 from dataservice.sources.index_part import read_record
 from dataservice.sources.manifest import MediaCounts
+from dataservice.sources.part_reader import read_part
+from dataservice.sources.part_sums import SUMS
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.storage import SourceFile
 from tests.waiting import wait_for
@@ -174,7 +177,8 @@ def test_only_what_changed_is_indexed_again_and_leftovers_go(
     after = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
     assert (after.files_reused, counting.measured, after.rows) == (1, 1, 4)
     assert after.fingerprint != before.fingerprint
-    assert len(list((tmp_path / "index" / "shards").iterdir())) == 3
+    kept = [path.name for path in (tmp_path / "index" / "shards").glob("part-*")]
+    assert sorted(kept) == sorted(map(part_name, ("0.tar", "1.tar")))
 
 
 def test_a_damaged_part_is_written_again(
@@ -186,6 +190,43 @@ def test_a_damaged_part_is_written_again(
     counting.measured = 0
     summary = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
     assert (summary.files_reused, counting.measured) == (2, 4)
+
+
+def test_rows_of_kept_parts_are_read_again_only_under_other_limits(
+    tmp_path: Path, shards: SourceSpec, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def noted(*given: Any) -> Iterator[Any]:
+        read.append(given[-1])
+        return read_part(*given)
+
+    def run(limits: DecodeLimits) -> int:
+        read.clear()
+        out_dir = str(tmp_path / "index")
+        build_index(shards, out_dir=out_dir, make_measurer=lambda: counting, limits=limits)
+        return len(read)
+
+    monkeypatch.setattr(index, "read_part", noted)
+    fewer = DecodeLimits(max_media_items=7)
+    runs = (DEFAULT_LIMITS, DEFAULT_LIMITS, fewer, fewer)
+    assert [run(limits) for limits in runs] == [0, 0, 3, 0]
+    assert counting.measured == 12
+
+
+@pytest.mark.parametrize("sums", ["kept", "", "[]", "{}", '{"sha256": 7}', '{"judged_by": []}'])
+def test_a_part_with_other_rows_than_it_says_is_written_again(
+    tmp_path: Path, shards: SourceSpec, counting: Counting, sums: str
+) -> None:
+    first = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    folder = tmp_path / "index" / "shards"
+    if sums != "kept":
+        (folder / SUMS).write_text(sums)
+    other_rows(folder / part_name("0.tar"))
+    counting.measured = 0
+    again = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert (again.files_reused, counting.measured) == (2, 4)
+    assert again.fingerprint == first.fingerprint
 
 
 def test_another_measurer_measures_all_again(
