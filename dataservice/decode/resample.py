@@ -17,12 +17,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numpy.typing import NDArray
 
+from dataservice.decode.kernels import given, kernel
 from dataservice.decode.processors.base import Filter
 
 _MOST_BITS = 22
@@ -31,7 +32,6 @@ _BAND_ROWS = 32  # of the first pass: a band of the picture then lies in a core'
 _SPAN = 1024  # bytes of a row that the second pass sums at once
 Pixels = NDArray[np.uint8]
 Words = NDArray[np.uint32]
-Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 class Resizing:
@@ -180,28 +180,13 @@ _CURVES: dict[Filter, tuple[float, Callable[[NDArray[np.float64]], NDArray[np.fl
 }
 
 
-def _given(dtype: Any, axes: int) -> Any:
-    return types.Array(dtype, axes, "C", readonly=True)  # as Pillow's pixels are
-
-
-def _kernel(*signatures: tuple[Any, ...]) -> Callable[[Kernel], Kernel]:
-    """Compiled when this module is loaded, or read from numba's cache on disk: decoders are forked
-    from a process that has loaded it, and never compile. Runs without the GIL."""
-    every = [types.void(*signature) for signature in signatures]
-
-    def compiled(function: Kernel) -> Kernel:
-        return cast(Kernel, njit(every, cache=True, nogil=True)(function))
-
-    return compiled
-
-
 _TAPS = types.int32[::1], types.int16[:, ::1], types.int64
 _OF_ROWS = *_TAPS, types.int64, types.int64, types.uint32
 
 
-@_kernel(
-    (_given(types.uint32, 2), types.uint32[:, ::1], *_OF_ROWS),
-    (_given(types.uint8, 3), types.uint32[:, ::1], *_OF_ROWS),
+@kernel(
+    (given(types.uint32, 2), types.uint32[:, ::1], *_OF_ROWS),
+    (given(types.uint8, 3), types.uint32[:, ::1], *_OF_ROWS),
 )
 def _sum_columns(
     picture: Words | Pixels,
@@ -254,7 +239,7 @@ def _sum_columns(
                 words[2] = c >> np.uint32(16) & np.uint32(0xFF) | d << np.uint32(8)
 
 
-@_kernel((types.uint8[:, :], types.uint8[:, ::1], *_TAPS))
+@kernel((types.uint8[:, :], types.uint8[:, ::1], *_TAPS))
 def _sum_rows(
     lines: Pixels, out: Pixels, first: NDArray[np.int32], weights: NDArray[np.int16], bits: int
 ) -> None:
