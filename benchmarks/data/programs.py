@@ -152,10 +152,10 @@ def ray_data(home: Path) -> Iterator[int]:
     ray.data.DataContext.get_current().enable_progress_bars = False
 
     def made(row: dict[str, Any]) -> dict[str, Any]:
-        return {"pixels": by_pillow(row["jpg"]), "ids": tokenizer.encode(str(row["txt"])).ids}
+        return {"pixels": by_pillow(row["jpg"]), "ids": tokenizer.encode(row["txt"].decode()).ids}
 
     tars = [str(path) for path in sorted((home / "tars").glob("*.tar"))]
-    data = ray.data.read_webdataset(tars * 100, decoder=False).map(made)
+    data = ray.data.read_webdataset(tars * 100, decoder=None).map(made)
     for batch in data.iter_batches(batch_size=BATCH):
         yield len(batch["pixels"])
 
