@@ -4,12 +4,15 @@ A step is committed once every rank has trained it; its seconds are those of the
 of its phases the mean of the ranks, which is what its plan predicts.
 """
 
+import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 from dataservice.core.ports import Metrics
 from dataservice.engine.attempt import Attempt, Claim
 from dataservice.engine.records import AttemptRecords
 from dataservice.engine.skips import Skips
+from dataservice.engine.tasks import SharedWork
 from dataservice.engine.threads import in_store
 
 
@@ -25,6 +28,7 @@ class Commits:
         self._skips = skips
         self._measured_s: dict[int, float] = {}
         self._phases: dict[int, _Phases] = {}
+        self._writing: SharedWork[None] = SharedWork()
         self.through_step = attempt.trained_step
 
     async def note(
@@ -41,21 +45,28 @@ class Commits:
             self._note_seconds(step, measured_s, phase_s or {})
         claim.committed_step = max(claim.committed_step, step)
         done = self._attempt.committed_by_all
-        trained = self._skips.next_trained(self.through_step + 1)
-        while trained <= done:
-            slowest_s = self._measured_s.pop(trained, None)
-            predicted = await in_store(self._records.trained, trained, slowest_s)
-            if trained > self.through_step:  # else another rank's commit has been here
-                self.through_step = trained
-                self._metrics.step_committed(self._attempt.job)
-                phases = self._phases.pop(trained, None)
-                if phases is not None:
-                    self._metrics.step_phases(
-                        self._attempt.job,
-                        predicted_s={} if predicted is None else predicted.phase_s,
-                        measured_s=phases.mean_s,
-                    )
-            trained = self._skips.next_trained(trained + 1)
+        # Ranks that tell of the next step meanwhile wait for the same write: one each would take
+        # longer than the step, and the next step's ranks would come while they last.
+        while (trained := self._skips.next_trained(self.through_step + 1)) <= done:
+            await self._writing.result(trained, partial(self._write, trained))
+
+    async def written(self) -> None:
+        """Wait until nothing is being written."""
+        await asyncio.gather(*self._writing.tasks, return_exceptions=True)
+
+    async def _write(self, trained: int) -> None:
+        """Every rank has trained this step."""
+        slowest_s = self._measured_s.pop(trained, None)
+        predicted = await in_store(self._records.trained, trained, slowest_s)
+        self.through_step = trained
+        self._metrics.step_committed(self._attempt.job)
+        phases = self._phases.pop(trained, None)
+        if phases is not None:
+            self._metrics.step_phases(
+                self._attempt.job,
+                predicted_s={} if predicted is None else predicted.phase_s,
+                measured_s=phases.mean_s,
+            )
 
     def _note_seconds(self, step: int, measured_s: float, phase_s: Mapping[str, float]) -> None:
         self._metrics.rank_measured(self._attempt.job, measured_s)

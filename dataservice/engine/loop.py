@@ -503,6 +503,7 @@ class AttemptLoop:
             self._write_contents()
         # What a thread writes cannot be cancelled; it must not outlive the store.
         await asyncio.gather(*self._running, return_exceptions=True)
+        await self._commits.written()
         await self._window.stop()
         if self._contents_due is not None:  # of receipts that came meanwhile
             self._contents_due.cancel()

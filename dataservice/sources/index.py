@@ -140,11 +140,15 @@ def build_index(
         results = index_elsewhere(elsewhere, folder, todo, report, left)
     else:
         results = index_files(task, todo, workers, report, left)
-    for result in results:
-        if isinstance(result, LeftOutFile):
-            damaged.append(result)
-        else:
-            records[result.file.name] = result
+    try:
+        for result in results:
+            if isinstance(result, LeftOutFile):
+                damaged.append(result)
+            else:
+                records[result.file.name] = result
+                sums.add(part_name(result.file.name))
+    finally:
+        sums.write()
     damaged.sort(key=lambda file: file.name)
     if damaged and not leave_out_damaged:
         raise _damaged_error(spec, damaged, len(files))
@@ -157,9 +161,7 @@ def build_index(
     _require_samples(spec, manifest)
     with folder.replace(MANIFEST) as stream:
         stream.write(manifest.to_json().encode())
-    names = {part_name(part.file.name) for part in manifest.parts}
-    folder.remove_others(names)
-    sums.record(sorted(names))
+    folder.remove_others({part_name(part.file.name) for part in manifest.parts})
     summary = _summary(manifest, folder, files_reused=reused, seconds=time.monotonic() - started_s)
     return replace(summary, pieces_reused=sum(map(len, left.values())))
 
@@ -248,6 +250,8 @@ def _current(
         if sums is None or not sums.vouch_for(name):
             for _ in read_part(folder, record, limits, name):
                 pass
+            if sums is not None:
+                sums.add(name)
     except (FileNotFoundError, IndexStaleError):
         return None
     return record

@@ -1,6 +1,6 @@
 """Checksums of an index's parts, so that the next run need not read the rows that it keeps.
 
-INDEX_DIR/SOURCE_NAME/sums.json  by name, the SHA-256 of each part that was whole when a run ended
+INDEX_DIR/SOURCE_NAME/sums.json  by name, the SHA-256 of each part that was whole
 
     part ──► bytes of a part that was whole? ──► kept
                     └─ other bytes, or none known ──► every row is read and checked
@@ -11,15 +11,21 @@ or of anybody.
 
 import hashlib
 import json
-from collections.abc import Iterable
+import logging
+import time
+from contextlib import suppress
 from importlib.metadata import version
 
 from dataservice.core import distribution
+from dataservice.core.errors import SourceError
 from dataservice.core.limits import DecodeLimits
 from dataservice.sources.index_folder import IndexFolder
 
 SUMS = "sums.json"
 _BLOCK_BYTES = 2**20
+_WRITE_EVERY_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 class PartSums:
@@ -31,23 +37,36 @@ class PartSums:
         # What makes a part whole may be another matter to another release, or under other limits.
         self._judged_by = [version(distribution.NAME), repr(limits)]
         self._recorded = self._read()
-        self._found: dict[str, str] = {}
+        self._whole: dict[str, str] = {}
+        self._written_s = time.monotonic()
 
     def vouch_for(self, name: str) -> bool:
         """Whether a part has the bytes of one that was whole. Reads it, where a sum is known.
         Raises FileNotFoundError where there is no such part."""
-        if name not in self._recorded:
-            return False
-        self._found[name] = self._sum(name)
-        return self._found[name] == self._recorded[name]
+        recorded = self._recorded.get(name)
+        whole = recorded is not None and self._sum(name) == recorded
+        if recorded is not None and whole:
+            self._whole[name] = recorded
+        return whole
 
-    def record(self, names: Iterable[str]) -> None:
-        """Write down the parts of a finished run, all of which are whole. Raises SourceError where
-        it cannot be written."""
-        sums = {name: self._found.get(name) or self._sum(name) for name in names}
-        text = json.dumps({"judged_by": self._judged_by, "sha256": sums}, indent=1)
-        with self._folder.replace(SUMS) as stream:
-            stream.write(text.encode())
+    def add(self, name: str) -> None:
+        """A part is whole. Now and then all that are known are written down, for a run that goes on
+        behind this one. Raises SourceError where the folder cannot be read."""
+        with suppress(FileNotFoundError):  # another run may have removed it
+            self._whole[name] = self._whole.get(name) or self._sum(name)
+        if time.monotonic() - self._written_s > _WRITE_EVERY_S:
+            self.write()
+
+    def write(self) -> None:
+        """Write down the parts that are known to be whole. Where that cannot be done, the next run
+        takes longer, and the log says so."""
+        text = json.dumps({"judged_by": self._judged_by, "sha256": self._whole}, indent=1)
+        try:
+            with self._folder.replace(SUMS) as stream:
+                stream.write(text.encode())
+        except SourceError as error:
+            log.warning("the next run of index will read all rows again: %s", error)
+        self._written_s = time.monotonic()
 
     def _read(self) -> dict[str, str]:
         try:
