@@ -60,7 +60,8 @@ class PartSums:
     def write(self) -> None:
         """Write down the parts that are known to be whole. Where that cannot be done, the next run
         takes longer, and the log says so."""
-        text = json.dumps({"judged_by": self._judged_by, "sha256": self._whole}, indent=1)
+        sums = {"judged_by": self._judged_by, "sha256": self._whole}
+        text = json.dumps(sums, indent=1, sort_keys=True)
         try:
             with self._folder.replace(SUMS) as stream:
                 stream.write(text.encode())
