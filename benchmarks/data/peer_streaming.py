@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 # Streaming imports torchvision, of which nothing is used here, and which refuses to be imported
 # beside a build of torch other than its own.
 try:
-    import torchvision  # type: ignore[import-not-found,import-untyped]  # noqa: F401
+    import torchvision  # type: ignore[import-not-found]  # noqa: F401
 except RuntimeError:
     library.define("torchvision::nms", "(Tensor a, Tensor b, float c) -> Tensor")
-from streaming import MDSWriter, StreamingDataset  # type: ignore[import-not-found]  # noqa: E402
+from streaming import MDSWriter, StreamingDataset  # type: ignore[import-not-found]
 
 BATCH, WORKERS, FACTOR = 32, 2, 28
 

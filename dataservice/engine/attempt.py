@@ -10,9 +10,10 @@ else.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from itertools import islice
 from operator import attrgetter
 from typing import NoReturn
@@ -30,6 +31,8 @@ from dataservice.core.topology import Topology
 from dataservice.core.whereabouts import ANYWHERE, Whereabouts
 from dataservice.engine.tasks import retrieve_error
 from dataservice.engine.waiters import Waiters
+
+NAMED_RANKS = 16  # of a message, which each of thousands of ranks gets
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,7 +103,7 @@ class Attempt:
             raise self.end(
                 WorldSizeError(
                     f"rank {rank} of job {self.job!r} opened with world size {world_size}, but "
-                    f"ranks {sorted(self.claims)} opened with {self.topology.world_size}. "
+                    f"{_some_ranks(self.claims)} opened with {self.topology.world_size}. "
                     "Start all ranks with one world size."
                 )
             )
@@ -109,7 +112,7 @@ class Attempt:
             raise self.end(
                 CursorMismatchError(
                     f"rank {rank} of job {self.job!r} resumes at step {cursor.step} "
-                    f"({cursor.to_json()}), ranks {sorted(self.claims)} at step "
+                    f"({cursor.to_json()}), {_some_ranks(self.claims)} at step "
                     f"{self.start.step} ({self.start.to_json()}). Load the same checkpoint on "
                     "every rank."
                 )
@@ -250,8 +253,8 @@ class Attempt:
         if not self.complete:
             raise self.end(
                 WorldSizeError(
-                    f"job {self.job!r} waited {timeout_s:.0f} s for ranks "
-                    f"{list(self.missing[:16])} of {self.topology.world_size} ({self.who}). Start "
+                    f"job {self.job!r} waited {timeout_s:.0f} s for "
+                    f"{_some_ranks(self.missing)} of {self.topology.world_size} ({self.who}). Start "
                     "every rank, all by one launcher, or lower the world size; where a launcher "
                     "gives its ranks different names, set DATASERVICE_LAUNCH alike on all."
                 )
@@ -287,3 +290,10 @@ class _Least:
         self._step = min(map(self._step_of, claims.values()))
         self._behind = [claim for claim in claims.values() if self._step_of(claim) == self._step]
         return self._step
+
+
+def _some_ranks(ranks: Collection[int]) -> str:
+    """These ranks for a message: the lowest, and how many others."""
+    named = nsmallest(NAMED_RANKS, ranks)
+    others = f" and {len(ranks) - len(named):,} others" if len(ranks) > len(named) else ""
+    return f"ranks {named}{others}"

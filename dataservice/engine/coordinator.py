@@ -122,7 +122,9 @@ class Coordinator:
         self._threads = StepThreads(
             planners=FairThreads("planning", threads=planning_threads, teams=teams),
             # They wait for storage, which may be a team's own.
-            fetchers=FairThreads("fetching", threads=FETCHING_THREADS, teams=teams, for_all=False),
+            fetchers=FairThreads(
+                "fetching", threads=FETCHING_THREADS, teams=teams, for_all=False, may_hang=True
+            ),
         )
         openings = Openings(at_once=opened_at_once, teams=teams)
         self._table = JobTable(

@@ -4,10 +4,10 @@
 
 Contract. Teams take turns by the seconds that their work has taken, over their weights, and the
 jobs of one team by theirs (see core/fair_share.py); work of one job begins in the order in which it
-came. Where there are several threads, no team has all of them, and no job all that its team may
-have, so that the work of others need not wait for its own. Work whose caller is cancelled before it
-begins is never begun; once begun it goes on to its end, for a thread cannot be stopped. All calls
-are on one event loop.
+came. Where there are several threads, no team has all of them, so that the work of others need not
+wait for its own; and where work may hang, no job has all that its team may have. Work whose caller
+is cancelled before it begins is never begun; once begun it goes on to its end, for a thread cannot
+be stopped. All calls are on one event loop.
 """
 
 import asyncio
@@ -45,11 +45,14 @@ class FairThreads:
         threads: int,
         teams: Callable[[], Mapping[str, TeamSpec]] = dict,
         for_all: bool = True,
+        may_hang: bool = False,
     ) -> None:
-        """`teams` is asked each time: weights may change. `for_all` is as of `CallThreads`."""
+        """`teams` is asked each time: weights may change. `for_all` is as of `CallThreads`. Work
+        that `may_hang` waits for what others answer, such as storage."""
         self._calls = CallThreads(name, threads, for_all=for_all)
         self._threads = self._free = threads
         self._specs = teams
+        self._may_hang = may_hang
         self._shares: FairShare[str] = FairShare()
         self._teams: dict[str, _Team] = {}
 
@@ -71,6 +74,10 @@ class FairThreads:
         """How many threads a team may have at once."""
         return self._threads if team == NO_TEAM else max(1, self._threads - 1)
 
+    def most_of_job(self, team: str) -> int:
+        """How many threads one job of a team may have at once."""
+        return max(1, self.most_of(team) - self._may_hang)
+
     def close(self) -> None:
         """Begin nothing more. What runs goes on to its end."""
         self._calls.close()
@@ -78,12 +85,11 @@ class FairThreads:
     def _note(self, name: str, team: _Team, job: str) -> None:
         """Something changed for a job. It, or its team, counts as without work while it has as many
         threads as it may, so that waiting for more earns it no credit."""
-        most = self.most_of(name)
-        if job in team.waiting and team.running[job] < max(1, most - 1):
+        if job in team.waiting and team.running[job] < self.most_of_job(name):
             team.jobs.wants(job)
         else:
             team.jobs.rests(job)
-        if team.jobs.wanting and team.running.total() < most:
+        if team.jobs.wanting and team.running.total() < self.most_of(name):
             self._shares.wants(name, weight=self._specs().get(name, TeamSpec()).weight)
         else:
             self._shares.rests(name)

@@ -33,7 +33,9 @@ class Openings:
     def __init__(self, *, at_once: int, teams: Callable[[], Mapping[str, TeamSpec]] = dict) -> None:
         """`teams` is asked each time: weights may change."""
         self._closed = False
-        self._threads = FairThreads("opening", threads=at_once, teams=teams, for_all=False)
+        self._threads = FairThreads(
+            "opening", threads=at_once, teams=teams, for_all=False, may_hang=True
+        )
         self._submitted: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()  # begun, waiting, or in a gap
         self._in_gaps: set[str] = set()
@@ -103,5 +105,11 @@ class Openings:
         return work()
 
     def _has_room(self, team: str) -> bool:
-        taken = sum(min(count, self.most_of(each)) for each, count in self._taken.items())
-        return self._taken[team] < self.most_of(team) and taken < self.most_of(NO_TEAM)
+        in_all = sum(map(self._threads_of, self._taken))
+        return self._threads_of(team) < self.most_of(team) and in_all < self.most_of(NO_TEAM)
+
+    def _threads_of(self, team: str) -> int:
+        """How many threads a team has or will have once it may: its submissions are one job."""
+        submitted = self._submitted[team]
+        asked = min(submitted, self._threads.most_of_job(team)) + self._taken[team] - submitted
+        return min(asked, self.most_of(team))

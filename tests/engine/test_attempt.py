@@ -45,6 +45,18 @@ async def test_ranks_that_resume_at_different_steps_are_refused_with_both_steps(
     assert attempt.over
 
 
+async def test_a_rank_of_many_is_told_both_sides_and_what_to_do():
+    ranks = Topology(world_size=9_000)
+    attempt = Attempt(job="job", number=3, topology=ranks, start=START)
+    for rank in range(8_000):
+        attempt.join(rank, f"a:{rank}", world_size=9_000, cursor=START)
+    with pytest.raises(CursorMismatchError) as raised:
+        attempt.join(8_000, "b", world_size=9_000, cursor=Cursor(step=4, position=32))
+    said = str(raised.value)
+    assert "resumes at step 4" in said and "13, 14, 15] and 7,984 others at step 8" in said
+    assert said.endswith("Load the same checkpoint on every rank.") and len(said) < 1_000
+
+
 async def test_two_live_clients_cannot_claim_one_rank(attempt):
     claim = attempt.join(0, "a:1", world_size=2, cursor=START)
     with pytest.raises(RankClaimedError, match="held by a:1 in attempt 3; b:1 cannot"):

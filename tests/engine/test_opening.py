@@ -64,6 +64,8 @@ async def test_submissions_that_hang_leave_a_thread_to_jobs_that_are_there(held:
     hanging = [asyncio.create_task(openings.run("", held.work("new"))) for _ in range(9)]
     await until(lambda: len(held.begun) == AT_ONCE - 1)
     assert await openings.run_registered("job", lambda: "done") == "done"
+    async with openings.gap("restored"):
+        assert await openings.run_registered("restored", lambda: "done") == "done"
     held.go.set()
     await asyncio.gather(*hanging)
 
