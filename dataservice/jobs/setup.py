@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataservice.core.errors import IndexStaleError, SourceError, SpecError, StateError
 from dataservice.core.job import ErrorBudget, JobRecord, SourceSpec
@@ -17,6 +18,7 @@ from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.ports import SampleMeasurer
+from dataservice.core.split_mix import split_mix
 from dataservice.core.team import NO_TEAM, full_name, team_of
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
 from dataservice.jobs.longer_samples import refusal, require_none_refused
@@ -52,6 +54,10 @@ from dataservice.sources.shared_indexing import Elsewhere
 
 Progress = Callable[[str, int, int, int], None]
 """Called with (source, rows done, bytes done, bytes in all)."""
+
+
+# Samples by which the limits of ISF packs are found: more would take longer and tell the same.
+MOST_LOOKED_AT = 2**20
 
 
 class IndexIncompleteError(SourceError):
@@ -454,18 +460,27 @@ def _require_same_augmentation(record: JobRecord, order: str) -> None:
 
 
 def _isf_limits(catalog: IndexedCatalog, options: PlanOptions, sources: int) -> LimitsOver | None:
-    """The ISF limits, found once over every sample of the first so many sources: now over these,
+    """The ISF limits, found once over the samples of the first so many sources: now over these,
     over others when a change of the mixture brings them in. None where packing is not by ISF."""
     if options.window_steps == 1 and options.stages.pack != "isf":
         return None
 
     @cache
     def over(sources: int) -> IsfLimits:
-        lengths = catalog.lengths(np.arange(catalog.sources.offsets[sources]))
-        return step_limits(lengths, options, method="search")
+        looked_at = _spread_over(int(catalog.sources.offsets[sources]))
+        return step_limits(catalog.lengths(looked_at), options, method="search")
 
     over(sources)
     return over
+
+
+def _spread_over(samples: int) -> NDArray[np.int64]:
+    """All of so many samples; of more than MOST_LOOKED_AT one of each of so many stretches, at a
+    place that is always the same and as good as random."""
+    stretch = -(-samples // MOST_LOOKED_AT) or 1
+    first = np.arange(0, samples, stretch)
+    within = split_mix(first.astype(np.uint64)) % np.uint64(stretch)
+    return np.minimum(first + within.astype(np.int64), samples - 1)
 
 
 def _require_drawn(mixture: MixtureTree) -> None:

@@ -15,9 +15,12 @@ from dataservice.core.job import BatchSize, JobRecord, MixtureChange
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.ports import SampleStream
+from dataservice.core.sample import IntArray, LengthTable
 from dataservice.engine.planner import PlannedStep, in_order, plan_step
+from dataservice.jobs import setup
 from dataservice.jobs.sample_order import SampleOrder
 from dataservice.jobs.setup import index_job, job_records, open_job
+from dataservice.sources.catalog import IndexedCatalog
 from tests.jobs.corpus import job_of, write_job
 
 TALKS = {"name": "talks", "format": "jsonl", "url": "talks.jsonl"}
@@ -183,6 +186,27 @@ def test_windows_of_steps_are_split_as_before_and_shares_end_their_epoch_as_befo
         assert after.limits_at("") == before.limits_at("")
         assert (before.limits_at("") is not None) == ("plan" in changes)
         assert after.epoch_size == before.epoch_size
+
+
+@pytest.mark.parametrize("most", [1, 3, 5, 9, 10, 100])
+def test_windows_of_a_large_index_are_packed_by_samples_from_all_over_it(
+    grown_home: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    looked_at: list[list[int]] = []
+
+    def noted(catalog: IndexedCatalog, ids: IntArray) -> LengthTable:
+        looked_at.append(np.asarray(ids).tolist())
+        return lengths(catalog, ids)
+
+    lengths = IndexedCatalog.lengths
+    monkeypatch.setattr(IndexedCatalog, "lengths", noted)
+    monkeypatch.setattr(setup, "MOST_LOOKED_AT", most)
+    kept = [opened(grown_home, TALKS, PAGES, plan=ISF).limits_at("") for _ in range(2)]
+    assert kept[0] == kept[1]
+    (once, again) = looked_at
+    assert once == again
+    stretch = -(-10 // most)  # talks and pages have ten samples
+    assert [each // stretch for each in once] == list(range(-(-10 // stretch)))
 
 
 def planned(setup: JobSetup) -> list[PlannedStep]:
