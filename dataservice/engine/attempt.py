@@ -254,9 +254,9 @@ class Attempt:
             raise self.end(
                 WorldSizeError(
                     f"job {self.job!r} waited {timeout_s:.0f} s for {_some_ranks(self.missing)} "
-                    f"of {self.topology.world_size} ({self.who}). Start every "
-                    "rank, all by one launcher, or lower the world size; where a launcher gives its "
-                    "ranks different names, set DATASERVICE_LAUNCH alike on all."
+                    f"of {self.topology.world_size} ({self.who}). Start every rank, all by one "
+                    "launcher, or lower the world size; where a launcher gives its ranks different "
+                    "names, set DATASERVICE_LAUNCH alike on all."
                 )
             )
 
