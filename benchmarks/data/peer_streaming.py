@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 try:
     import torchvision  # type: ignore[import-not-found]  # noqa: F401
 except RuntimeError:
-    library.define("torchvision::nms", "(Tensor a, Tensor b, float c) -> Tensor")
+    for unused in ("nms", "qnms"):
+        library.define(f"torchvision::{unused}", "(Tensor a, Tensor b, float c) -> Tensor")
 from streaming import MDSWriter, StreamingDataset  # type: ignore[import-not-found]
 
 BATCH, WORKERS, FACTOR = 32, 2, 28
