@@ -12,6 +12,7 @@ from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan_options import PlanOptions
 from dataservice.core.sample import LengthTable, Modality
+from dataservice.core.sample_files import SampleFiles
 from dataservice.sources.catalog import CatalogParts, IndexedCatalog, IndexIdentity
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.index_part import SCHEMA
@@ -67,7 +68,7 @@ def made_catalog(samples: int, *, text: bool = False) -> IndexedCatalog:
             sources=SourceRanges.of([SOURCE], [samples]),
             identity=IndexIdentity(fingerprint="made", places="made"),
             fingerprints=("made",),
-            files=tuple((SOURCE, f"/data/{SOURCE}/{k:05d}.tar") for k in range(files)),
+            files=SampleFiles.of([(SOURCE, f"/data/{SOURCE}/{k:05d}.tar") for k in range(files)]),
             file_rows=tuple(rows.tolist()),
             lengths=lengths,
             details=_details(lengths),

@@ -21,6 +21,7 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
+from dataservice.core.sample_files import SampleFiles, numbered
 
 Array = NDArray[Any]
 
@@ -32,13 +33,13 @@ class SampleColumns:
     """n samples with their spans and items; all whole numbers.
 
     `sample_id`, `epoch`, `row_group`, `row`, `piece`, `crc32` (-1: none), `llm_tokens`,
-    `loss_tokens` [n]; `file` [n] are places in `files`, which has (source, path). `keys` are the
+    `loss_tokens` [n]; `file` [n] are numbers of `files`, which may have more. `keys` are the
     samples' keys in UTF-8 end to end, of `key_bytes` [n] each. `spans` [n] and `items` [n] count
     the rows of the columns of spans, whose `names` are as the keys, and of items; `sides` [items]
     those of `side`, the items' shapes.
     """
 
-    files: Sequence[tuple[str, str]]
+    files: SampleFiles
     keys: bytes
     names: bytes
     sample_id: Array
@@ -72,7 +73,6 @@ class SampleColumns:
     def take(self, rows: Array) -> "SampleColumns":
         """These samples, in this order. O(rows)."""
         spans, items = self._rows_of("spans", rows), self._rows_of("items", rows)
-        numbers, file = numbered(self.file[rows])
         taken: dict[str, Any] = {
             name: getattr(self, name)[at]
             for names, at in ((OF_SAMPLES, rows), (OF_SPANS, spans), (OF_ITEMS, items))
@@ -81,8 +81,7 @@ class SampleColumns:
         return SampleColumns(
             **{
                 **taken,
-                "files": [self.files[number] for number in numbers.tolist()],
-                "file": file,
+                "files": self.files,
                 "keys": self._text_of(self.keys, "key_bytes", rows),
                 "names": self._text_of(self.names, "span_name_bytes", spans),
                 "side": self.side[self._rows_of("sides", items)],
@@ -94,7 +93,6 @@ class SampleColumns:
         if start == 0 and stop == len(self):
             return self
         spans, items = self._cut_of("spans", start, stop), self._cut_of("items", start, stop)
-        numbers, file = numbered(self.file[start:stop])
         own = slice(start, stop)
         cut: dict[str, Any] = {
             name: getattr(self, name)[at]
@@ -104,8 +102,7 @@ class SampleColumns:
         return SampleColumns(
             **{
                 **cut,
-                "files": [self.files[number] for number in numbers.tolist()],
-                "file": file,
+                "files": self.files,
                 "keys": self.keys[self._cut_of("key_bytes", start, stop)],
                 "names": self.names[self._cut_of("span_name_bytes", spans.start, spans.stop)],
                 "side": self.side[self._cut_of("sides", items.start, items.stop)],
@@ -131,21 +128,31 @@ class SampleColumns:
     def _text_of(self, text: bytes, sizes: str, chosen: Array) -> bytes:
         return np.frombuffer(text, np.uint8)[self._rows_of(sizes, chosen)].tobytes()
 
+    def own_files(self) -> tuple[SampleFiles, Array]:
+        """The files that hold these samples and no others, and the number of each sample's among
+        them, [n]. Raises IndexError where a sample's file is none of `files`."""
+        numbers, file = numbered(self.file)
+        if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < len(self.files):
+            raise IndexError(f"files {numbers[0]} to {numbers[-1]} of {len(self.files)}")
+        return self.files.only(numbers), file
+
     def samples(self) -> list[PackSample]:
         """The samples as objects. Raises ValueError or IndexError where columns contradict each
         other."""
         spans, items = _cuts(self.spans), _cuts(self.items)
         of_spans, of_items = self._spans(), self._items()
         keys = _texts(self.keys, self.key_bytes)
+        files, file = self.own_files()
+        named = map(files.named().__getitem__, file.tolist())
         plain = (getattr(self, name).tolist() for name in PLAIN)
         return [
             PackSample(
                 ref=SampleRef(
                     sample_id=sample_id,
-                    source=self.files[file][0],
+                    source=source,
                     key=key,
                     location=SampleLocation(
-                        file=self.files[file][1],
+                        file=path,
                         spans=tuple(of_spans[own_spans]),
                         row_group=row_group,
                         row=row,
@@ -160,8 +167,8 @@ class SampleColumns:
                 ),
                 epoch=epoch,
             )
-            for key, own_spans, own_items, sample_id, file, epoch, row_group, row, piece, crc32,
-            llm_tokens, loss_tokens in zip(keys, spans, items, *plain, strict=True)
+            for key, own_spans, own_items, (source, path), sample_id, epoch, row_group, row, piece,
+            crc32, llm_tokens, loss_tokens in zip(keys, spans, items, named, *plain, strict=True)
         ]  # fmt: skip
 
     def _spans(self) -> list[ByteSpan]:
@@ -221,7 +228,7 @@ class SampleColumns:
             "side": [side for item in items for side in item.shape],
         }
         return SampleColumns(
-            files=files,
+            files=SampleFiles.of(files),
             keys=b"".join(keys),
             names=b"".join(names),
             **{name: np.array(values, dtype=np.int64) for name, values in columns.items()},
@@ -312,13 +319,6 @@ class PackedSamples(Sequence[PackSample]):
         return hash(tuple(self))
 
 
-def numbered(values: Array) -> tuple[Array, Array]:
-    """The numbers among these, ascending, and the place of each value among them. O(values + the
-    largest), which must not be large."""
-    seen = np.bincount(values) > 0
-    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]
-
-
 OF_SAMPLES = (
     *("sample_id", "file", "key_bytes", "epoch", "row_group", "row", "piece", "crc32"),
     *("llm_tokens", "loss_tokens", "spans", "items"),
@@ -329,7 +329,7 @@ OF_ITEMS = (
     "sides",
 )
 PLAIN = (
-    *("sample_id", "file", "epoch", "row_group", "row", "piece", "crc32"),
+    *("sample_id", "epoch", "row_group", "row", "piece", "crc32"),
     *("llm_tokens", "loss_tokens"),
 )
 NUMBERS = tuple(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from dataservice_proto.columns import (
     ORDERS,
+    ORDERS_VERSION,
     RECEIPTS,
     RECEIPTS_VERSION,
     TICKET,
@@ -43,6 +44,7 @@ from dataservice.core.sample_columns import (
     SampleColumns,
     numbers_of,
 )
+from dataservice.core.sample_files import SampleFiles
 from dataservice.core.team import TeamShare
 from dataservice.serving.status_codes import error_named
 
@@ -93,9 +95,11 @@ def storage_outage_from_proto(message: worker_pb2.StorageOutage) -> StorageOutag
 def pack_orders_to_proto(orders: PackOrders) -> worker_pb2.PackOrders:
     """What a worker is to decode and assemble: packs of one step, of one job."""
     samples = orders.columns()
-    columns: dict[str, Any] = {name: packed(of) for name, of in numbers_of(samples).items()}
+    files, file = samples.own_files()
+    numbers = {**numbers_of(samples), "file": file}
+    columns: dict[str, Any] = {name: packed(of) for name, of in numbers.items()}
     return worker_pb2.PackOrders(
-        version=VERSION,
+        version=ORDERS_VERSION,
         job=orders.job,
         step=orders.step,
         plan_digest=orders.plan_digest,
@@ -103,8 +107,11 @@ def pack_orders_to_proto(orders: PackOrders) -> worker_pb2.PackOrders:
         team_weight=orders.share.weight,
         team_limit=orders.share.limit,
         packs=len(orders),
-        sources=[source for source, _ in samples.files],
-        files=[path for _, path in samples.files],
+        sources=files.sources,
+        files=len(files),
+        file_source=packed(files.source),
+        path_bytes=packed(files.path_bytes),
+        paths=files.paths.tobytes(),
         keys=samples.keys,
         names=samples.names,
         pack=packed(orders.pack),
@@ -116,10 +123,10 @@ def pack_orders_to_proto(orders: PackOrders) -> worker_pb2.PackOrders:
 
 def pack_orders_from_proto(message: worker_pb2.PackOrders) -> list[PackOrder]:
     """What a worker is to decode and assemble. Raises SpecError where its numbers are invalid."""
-    if message.version != VERSION:
+    if message.version != ORDERS_VERSION:
         raise SpecError(
             f"orders came as columns of version {message.version}; this worker reads version "
-            f"{VERSION}. Run one release of coordinator and workers."
+            f"{ORDERS_VERSION}. Run one release of coordinator and workers."
         )
     if not (message.team_weight > 0 and message.team_limit > 0):
         raise SpecError(
@@ -127,9 +134,12 @@ def pack_orders_from_proto(message: worker_pb2.PackOrders) -> list[PackOrder]:
             "both must be above 0. Run one release of coordinator and workers."
         )
     try:
-        of = read_all(ORDERS, columns_of(message, ORDERS), {"packs": message.packs})
+        given = {"packs": message.packs, "files": message.files}
+        of = read_all(ORDERS, columns_of(message, ORDERS), given)
         samples = SampleColumns(
-            files=list(zip(message.sources, message.files, strict=True)),
+            files=SampleFiles.read(
+                message.sources, of["file_source"], of["path_bytes"], message.paths
+            ),
             keys=message.keys,
             names=message.names,
             **{name: of[name] for name in NUMBERS},

@@ -26,6 +26,7 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.sample_columns import SampleColumns
+from dataservice.core.sample_files import SampleFiles
 from dataservice.core.split_mix import split_mix
 from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailTable
 from dataservice.sources.freshness import require_current
@@ -71,7 +72,7 @@ class SourceTotals:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogHead:
     """What manifests and the listing of files say of a catalog: `fingerprints` are those of the
-    sources; `files` has (source, path) in the order of sample ids, with `file_rows` samples each.
+    sources; `files` are in the order of sample ids, with `file_rows` samples each.
     `verified` has a token for each source that was compared with its index because its files' times
     differ; the token names the files' state at that time. `long` has by source what became of
     samples that are too long. `rows_name` names the rows, once checked; where it is empty, they
@@ -80,7 +81,7 @@ class CatalogHead:
     sources: SourceRanges
     identity: IndexIdentity
     fingerprints: tuple[str, ...]
-    files: tuple[tuple[str, str], ...]
+    files: SampleFiles
     file_rows: tuple[int, ...]
     verified: tuple[str, ...] = ()
     long: Mapping[str, LongSamples] = field(default_factory=dict)
@@ -165,7 +166,7 @@ class IndexedCatalog(LengthsById):
     def files(self, sample_ids: IntArray) -> Sequence[str]:
         """Paths of the files that hold these samples, in this order. Raises NotFoundError when an
         id is unknown."""
-        return [self.parts.files[number][1] for number in self._file_numbers(sample_ids).tolist()]
+        return [path for _, path in self.parts.files.only(self._file_numbers(sample_ids)).named()]
 
     def row_keys(self, sample_ids: IntArray) -> NDArray[np.uint32]:
         """A number for the file and row of each of these samples: uint32[n]. Raises NotFoundError
@@ -177,7 +178,7 @@ class IndexedCatalog(LengthsById):
 
     @cached_property
     def _file_salts(self) -> NDArray[np.uint64]:
-        paths = [path.encode() for _, path in self.parts.files]
+        paths = self.parts.files.utf8()
         digests = (hashlib.blake2b(path, digest_size=8).digest() for path in paths)
         return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
@@ -254,7 +255,7 @@ def find_index(
         sources=SourceRanges.of([m.source for m in manifests], [m.rows for m in manifests]),
         identity=IndexIdentity.of(manifests),
         fingerprints=tuple(manifest.fingerprint for manifest in manifests),
-        files=tuple(files),
+        files=SampleFiles.of(files),
         file_rows=tuple(part.rows for m in manifests for part in m.parts),
         verified=tuple(filter(None, known)),
         long={m.source: m.long for m in manifests},

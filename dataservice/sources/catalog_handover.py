@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import IntArray, LengthTable
+from dataservice.core.sample_files import SampleFiles
 from dataservice.sources.catalog import CatalogHead, CatalogParts, IndexedCatalog, IndexIdentity
 from dataservice.sources.detail_file import BATCH_ROWS, DetailFile, DetailTable
 from dataservice.sources.late_details import LateDetails
@@ -68,7 +69,7 @@ def hand_over_head(head: CatalogHead) -> int:
         "verified": head.verified,
         "long": {source: asdict(long) for source, long in head.long.items()},
         "sources": list(zip(head.sources.names, head.sources.sizes, strict=True)),
-        "files": head.files,
+        "files": head.files.named(),
         "file_rows": head.file_rows,
         "rows_name": head.rows_name,
     }
@@ -101,7 +102,7 @@ def take_over_head(descriptor: int) -> CatalogHead:
             fingerprints=tuple(map(str, head["fingerprints"])),
             verified=tuple(map(str, head["verified"])),
             long={str(name): LongSamples.read(long) for name, long in dict(head["long"]).items()},
-            files=tuple((str(source), str(path)) for source, path in head["files"]),
+            files=SampleFiles.of([(str(source), str(path)) for source, path in head["files"]]),
             file_rows=tuple(int(rows) for rows in head["file_rows"]),
             rows_name=str(head["rows_name"]),
         )

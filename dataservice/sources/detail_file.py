@@ -26,7 +26,8 @@ from dataservice.core.sample import (
     SampleLocation,
     SampleRef,
 )
-from dataservice.core.sample_columns import NO_CHECKSUM, SampleColumns, numbered
+from dataservice.core.sample_columns import NO_CHECKSUM, SampleColumns
+from dataservice.core.sample_files import SampleFiles
 from dataservice.sources.detail_columns import DetailColumns, DetailRows
 from dataservice.sources.gather import multiply
 from dataservice.sources.index_part import DETAIL_COLUMNS, LENGTH_COLUMNS, SCHEMA
@@ -80,21 +81,16 @@ class DetailTable(ABC):
         held, own = self.holding(rows)
         return held.rows(own, columns)
 
-    def take(
-        self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
-    ) -> "Details":
+    def take(self, sample_ids: IntArray, file_of: IntArray, files: SampleFiles) -> "Details":
         """These samples, whose ids are rows, in this order; repeats are allowed.
         `files[file_of[i]]` is the (source, path) of the i-th."""
         rows = np.asarray(sample_ids, dtype=np.int64)
         taken = self.rows(rows, _ROW_COLUMNS)
         return Details(rows, taken, np.asarray(file_of, dtype=np.int64), files)
 
-    def columns(
-        self, sample_ids: IntArray, file_of: IntArray, files: Sequence[tuple[str, str]]
-    ) -> SampleColumns:
-        """The same as `take` as columns, of epoch 0, with those of the files that hold them. Where
-        the elements of lists lie is found once for all columns of the same lists."""
-        numbers, file = numbered(np.asarray(file_of, dtype=np.int64))
+    def columns(self, sample_ids: IntArray, file_of: IntArray, files: SampleFiles) -> SampleColumns:
+        """The same as `take` as columns, of epoch 0. Where the elements of lists lie is found once
+        for all columns of the same lists."""
         of = self._looked_up(sample_ids)
         key_bytes, of_keys = of.opened("key")
         spans, of_spans = of.opened("span_name")
@@ -102,13 +98,13 @@ class DetailTable(ABC):
         items, of_items = of.opened("item_shape")
         sides, of_sides = of.opened("item_shape", of_items)
         return SampleColumns(
-            files=[files[number] for number in numbers.tolist()],
+            files=files,
             keys=of.text("key", of_keys),
             names=of.text("span_name", of_names),
             sample_id=np.asarray(sample_ids, dtype=np.int64),
-            file=file,
+            file=np.asarray(file_of),
             key_bytes=key_bytes,
-            epoch=np.zeros(len(file), np.int64),
+            epoch=np.zeros(len(sample_ids), np.int64),
             crc32=of.numbers("crc32", null=NO_CHECKSUM),
             spans=spans,
             span_name_bytes=name_bytes,
@@ -249,7 +245,7 @@ class Details(Sequence[tuple[SampleRef, SampleLengths]]):
         sample_ids: NDArray[np.int64],
         columns: pa.Table,
         file_of: NDArray[np.int64],
-        files: Sequence[tuple[str, str]],
+        files: SampleFiles,
     ) -> None:
         self._sample_ids = sample_ids
         self._columns = columns.combine_chunks()
@@ -283,7 +279,7 @@ class Details(Sequence[tuple[SampleRef, SampleLengths]]):
     def _made(self, start: int) -> list[tuple[SampleRef, SampleLengths]]:
         own = slice(start, start + BLOCK_ROWS)
         (batch,) = self._columns.slice(start, BLOCK_ROWS).to_batches()
-        files = [self._files[number] for number in self._file_of[own].tolist()]
+        files = self._files.only(self._file_of[own]).named()
         return list(rows_of(batch, self._sample_ids[own].tolist(), files))
 
 

@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION = 2
-RECEIPTS_VERSION = 1  # of RECEIPTS, which pass between workers and coordinator alone
+# Of ORDERS and RECEIPTS, which pass between coordinator and workers alone.
+ORDERS_VERSION = 3
+RECEIPTS_VERSION = 1
 
 _WIDTHS = (1, 2, 4, 8)
 _TYPES = {width: f"<i{width}" for width in _WIDTHS}
@@ -129,8 +131,11 @@ ORDERS = (
     Column("item_position", "items"),
     Column("sides", "items"),
     Column("side", "sides"),
+    Column("file_source", "files"),
+    Column("path_bytes", "files"),
 )
-"""The packs that one worker is to decode, with their samples; `packs` is given."""
+"""The packs that one worker is to decode, with their samples and the files that these lie in;
+`packs` and `files` are given."""
 
 RECEIPTS = (
     Column("pack", "packs"),

@@ -1,7 +1,11 @@
 """What goes over the wire and back is equal to what was sent."""
 
+import sys
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from dataservice_proto.columns import (
     SHARD,
@@ -382,12 +386,24 @@ def test_a_summary_shows_every_group_of_the_step(make):
         ({"item_modality": b"\x09\x00\x00\x00"}, "9 is not a valid Modality"),
         ({"degree": b"\x00"}, "degree 0; it must be at least 1"),
         ({"sample_id": b"\x00"}, "column sample_id has 1 bytes for 2 rows"),
-        ({"file": b"\x05\x05"}, "index out of range"),
+        ({"file": b"\x05\x05"}, "files 5 to 5 of 1"),
+        ({"file": b"\xff\xff"}, "files -1 to -1 of 1"),
+        ({"files": 2}, "column file_source has 1 bytes for 2 rows"),
+        ({"files": -1}, "column file_source has 1 bytes for -1 rows"),
+        ({"files": 0, "file_source": b"", "path_bytes": b"", "paths": b""}, "files 0 to 0 of 0"),
+        ({"sources": []}, "files of source 0 to 0 of 0"),
+        ({"file_source": b"\x01"}, "files of source 1 to 1 of 1"),
+        ({"file_source": b"\xff"}, "files of source -1 to -1 of 1"),
+        ({"path_bytes": b"\x7f"}, "the paths of 1 files came as"),
+        ({"path_bytes": b"\xff"}, "the paths of 1 files came as"),
+        ({"path_bytes": b"\xff" * 7 + b"\x7f"}, "the paths of 1 files came as"),
+        ({"paths": b"a.tar"}, "the paths of 1 files came as 5 bytes"),
+        ({"path_bytes": b"\x03", "paths": b"\xff" * 8}, "codec can't decode"),
         ({"samples": b"\xff"}, "column samples counts from -1 to -1 rows"),
         ({"key_bytes": b"\xff\x01"}, "texts of 0 bytes came as"),
         ({"keys": b"k"}, "bytes came as 1 bytes"),
         ({"team_weight": 0.0}, r"weight 0.0 and limit 1.0; both must be above 0"),
-        ({"version": 3}, "columns of version 3; this worker reads version 2. Run one release"),
+        ({"version": 2}, "columns of version 2; this worker reads version 3. Run one release"),
     ],
 )
 def test_orders_of_another_release_or_that_contradict_themselves_are_refused(
@@ -395,9 +411,70 @@ def test_orders_of_another_release_or_that_contradict_themselves_are_refused(
 ):
     message = wire_packs.pack_orders_to_proto(PackOrders.of([make.order()]))
     for name, value in spoiled.items():
-        setattr(message, name, value)
+        if name == "sources":
+            message.sources[:] = value
+        else:
+            setattr(message, name, value)
     with pytest.raises(SpecError, match=complaint):
         wire_packs.pack_orders_from_proto(message)
+
+
+@settings(deadline=None)
+@given(
+    samples=st.lists(samples, min_size=1, max_size=3),
+    spoiled=st.fixed_dictionaries(
+        {},
+        optional={
+            "files": int32s | st.integers(0, 4),
+            "file": blobs,
+            "file_source": blobs,
+            "path_bytes": blobs,
+            "paths": blobs,
+        },
+    ),
+)
+def test_whatever_is_told_of_files_is_read_or_refused(samples, spoiled):
+    key = PackKey(job="job", step=3, plan_digest="d", pack=0)
+    order = PackOrder(key=key, degree=1, pipeline="", samples=tuple(samples))
+    message = wire_packs.pack_orders_to_proto(PackOrders.of([order]))
+    for name, value in spoiled.items():
+        setattr(message, name, value)
+    with suppress(SpecError):
+        (read,) = wire_packs.pack_orders_from_proto(sent(message))
+        assert [each.ref.key for each in read.samples] == [each.ref.key for each in samples]
+
+
+def test_a_path_is_sent_once_for_all_samples_of_its_file(make):
+    orders = [make.order(pack=pack, samples=5) for pack in range(3)]
+    message = wire_packs.pack_orders_to_proto(PackOrders.of(orders))
+    files = {each.ref.location.file for order in orders for each in order.samples}
+    assert (message.files, message.sources) == (1, [orders[0].samples[0].ref.source])
+    assert [message.paths.rstrip(b"\0").decode()] == [*files]
+
+
+def test_orders_of_many_files_take_no_more_calls_than_those_of_few(make):
+    (sample, *_) = make.order().samples
+    calls = []
+    for files in (400, 4000):
+        samples = [
+            replace(sample, ref=replace(sample.ref, location=SampleLocation(file=f"{k:05d}.tar")))
+            for k in range(files)
+        ]
+        orders, made = PackOrders.of([replace(make.order(), samples=samples)]), Counter[str]()
+        half = replace(orders, starts=np.array([files // 4]), counts=np.array([files // 2]))
+        wire_packs.pack_orders_to_proto(half)  # what is made once is made
+
+        def count(_frame, event, _argument, made=made):
+            made[event] += 1
+
+        sys.setprofile(count)
+        try:
+            message = wire_packs.pack_orders_to_proto(half)
+        finally:
+            sys.setprofile(None)
+        assert message.files == files // 2
+        calls.append(made)
+    assert calls[0] == calls[1]
 
 
 def test_a_service_of_before_tells_no_mixture_and_no_progress():

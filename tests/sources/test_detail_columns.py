@@ -24,11 +24,12 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.core.sample_columns import NUMBERS
+from dataservice.core.sample_files import SampleFiles
 from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailFile
 from dataservice.sources.gather import Ranges
 
 GRID = [1, 4, 4, 2]
-FILES = [("tars", "a.tar"), ("tars", "b.tar"), ("texts", "c.txt")]
+FILES = SampleFiles.of([("tars", "a.tar"), ("tars", "b.tar"), ("texts", "c.txt")])
 Rows = list[dict[str, Any]]
 
 

@@ -51,7 +51,9 @@ Global___PackKeys: _TypeAlias = PackKeys  # noqa: Y015
 
 @_typing.final
 class PackOrders(_message.Message):
-    """Packs of one step for one worker. Columns as in ShardColumns: see dataservice_proto/columns.py."""
+    """Packs of one step for one worker. Columns as in ShardColumns, see dataservice_proto/columns.py, of
+    a version of their own: ranks do not read them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -64,7 +66,6 @@ class PackOrders(_message.Message):
     TEAM_LIMIT_FIELD_NUMBER: _builtins.int
     PACKS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
-    FILES_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     PACK_FIELD_NUMBER: _builtins.int
@@ -92,6 +93,10 @@ class PackOrders(_message.Message):
     SIDES_FIELD_NUMBER: _builtins.int
     SIDE_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    FILE_SOURCE_FIELD_NUMBER: _builtins.int
+    PATH_BYTES_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     job: _builtins.str
     step: _builtins.int
@@ -111,7 +116,7 @@ class PackOrders(_message.Message):
     samples: _builtins.bytes
     sample_id: _builtins.bytes
     file: _builtins.bytes
-    """place in `files`"""
+    """its number"""
     key_bytes: _builtins.bytes
     epoch: _builtins.bytes
     """that it was drawn in, which augmentation depends on"""
@@ -134,12 +139,14 @@ class PackOrders(_message.Message):
     item_position: _builtins.bytes
     sides: _builtins.bytes
     side: _builtins.bytes
+    files: _builtins.int
+    file_source: _builtins.bytes
+    """place in `sources`"""
+    path_bytes: _builtins.bytes
+    paths: _builtins.bytes
+    """of all files, in UTF-8, each filled up with zeros to whole words of 8 bytes"""
     @_builtins.property
-    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """of each file"""
-
-    @_builtins.property
-    def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def released(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackKeys]:
         """Packs that were ordered before and are not wanted any more: forgotten before these are begun."""
@@ -156,7 +163,6 @@ class PackOrders(_message.Message):
         team_limit: _builtins.float = ...,
         packs: _builtins.int = ...,
         sources: _abc.Iterable[_builtins.str] | None = ...,
-        files: _abc.Iterable[_builtins.str] | None = ...,
         keys: _builtins.bytes = ...,
         names: _builtins.bytes = ...,
         pack: _builtins.bytes = ...,
@@ -184,10 +190,14 @@ class PackOrders(_message.Message):
         sides: _builtins.bytes = ...,
         side: _builtins.bytes = ...,
         released: _abc.Iterable[Global___PackKeys] | None = ...,
+        files: _builtins.int = ...,
+        file_source: _builtins.bytes = ...,
+        path_bytes: _builtins.bytes = ...,
+        paths: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "degree", b"degree", "epoch", b"epoch", "file", b"file", "files", b"files", "item_encoder_tokens", b"item_encoder_tokens", "item_llm_tokens", b"item_llm_tokens", "item_modality", b"item_modality", "item_position", b"item_position", "items", b"items", "job", b"job", "key_bytes", b"key_bytes", "keys", b"keys", "llm_tokens", b"llm_tokens", "loss_tokens", b"loss_tokens", "names", b"names", "pack", b"pack", "packs", b"packs", "piece", b"piece", "pipeline", b"pipeline", "plan_digest", b"plan_digest", "released", b"released", "row", b"row", "row_group", b"row_group", "sample_id", b"sample_id", "samples", b"samples", "side", b"side", "sides", b"sides", "sources", b"sources", "span_name_bytes", b"span_name_bytes", "span_offset_bytes", b"span_offset_bytes", "span_size_bytes", b"span_size_bytes", "spans", b"spans", "step", b"step", "team_limit", b"team_limit", "team_weight", b"team_weight", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "degree", b"degree", "epoch", b"epoch", "file", b"file", "file_source", b"file_source", "files", b"files", "item_encoder_tokens", b"item_encoder_tokens", "item_llm_tokens", b"item_llm_tokens", "item_modality", b"item_modality", "item_position", b"item_position", "items", b"items", "job", b"job", "key_bytes", b"key_bytes", "keys", b"keys", "llm_tokens", b"llm_tokens", "loss_tokens", b"loss_tokens", "names", b"names", "pack", b"pack", "packs", b"packs", "path_bytes", b"path_bytes", "paths", b"paths", "piece", b"piece", "pipeline", b"pipeline", "plan_digest", b"plan_digest", "released", b"released", "row", b"row", "row_group", b"row_group", "sample_id", b"sample_id", "samples", b"samples", "side", b"side", "sides", b"sides", "sources", b"sources", "span_name_bytes", b"span_name_bytes", "span_offset_bytes", b"span_offset_bytes", "span_size_bytes", b"span_size_bytes", "spans", b"spans", "step", b"step", "team_limit", b"team_limit", "team_weight", b"team_weight", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
