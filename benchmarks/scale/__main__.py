@@ -10,6 +10,7 @@ import argparse
 import datetime
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from benchmarks.harness import Row, hardware, slug
 from benchmarks.report import print_rows, rows_to_markdown, verdict, write_report
 from benchmarks.scale.play import Cost, Stage, staged
 from benchmarks.scale.service import Size
-from benchmarks.scale.stages import stages
+from benchmarks.scale.stages import scattered_orders, stages
 from dataservice.planning.warm import warm_up
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -132,7 +133,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     warm_up()
-    rows = stages(Size(ranks=2_560, samples_a_rank=SAMPLES_A_RANK))
+    large = Size(ranks=2_560, samples_a_rank=SAMPLES_A_RANK)
+    rows = [*stages(large), scattered_orders(replace(large, indexed=1_000_000))]
     for ranks in options.ranks:
         rows += played(ranks, BARS.get(ranks), options.turns, options.steps)
     if options.small_steps:

@@ -29,10 +29,17 @@ FOR_EVER = 1_000_000  # epochs
 _lists: Any = pa.ListArray.from_arrays
 
 
-def made_setup(samples: int, batch: int, *, memory_tokens: int, text: bool = False) -> JobSetup:
+def made_setup(
+    samples: int,
+    batch: int,
+    *,
+    memory_tokens: int,
+    text: bool = False,
+    rows_a_file: int = ROWS_A_FILE,
+) -> JobSetup:
     """A job that draws `batch` of these samples a step: InternVL-like pictures with their text, or
     the same lengths as `text` alone."""
-    catalog = made_catalog(samples, text=text)
+    catalog = made_catalog(samples, text=text, rows_a_file=rows_a_file)
     return JobSetup(
         record=JobRecord(name=JOB, spec_json=f'{{"job": "{JOB}"}}', index_fingerprint="made"),
         stream=Mixture(catalog.sizes, [1.0], seed=0, epochs=FOR_EVER, names=(SOURCE,)),
@@ -45,7 +52,9 @@ def made_setup(samples: int, batch: int, *, memory_tokens: int, text: bool = Fal
     )
 
 
-def made_catalog(samples: int, *, text: bool = False) -> IndexedCatalog:
+def made_catalog(
+    samples: int, *, text: bool = False, rows_a_file: int = ROWS_A_FILE
+) -> IndexedCatalog:
     """The catalog of one source: one picture a sample, its tiles as frames."""
     workload = workloads.vlm_sft(samples)
     lengths = workloads.step_samples(workload).lengths
@@ -61,8 +70,8 @@ def made_catalog(samples: int, *, text: bool = False) -> IndexedCatalog:
             item_position=none,
             item_frames=none,
         )
-    files = -(-samples // ROWS_A_FILE)
-    rows = np.diff(np.minimum(np.arange(files + 1) * ROWS_A_FILE, samples))
+    files = -(-samples // rows_a_file)
+    rows = np.diff(np.minimum(np.arange(files + 1) * rows_a_file, samples))
     return IndexedCatalog(
         CatalogParts(
             sources=SourceRanges.of([SOURCE], [samples]),

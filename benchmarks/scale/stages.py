@@ -20,6 +20,8 @@ from dataservice.engine.shards import StepParts, columns_of, cut_step
 from dataservice.serving import wire_packs
 
 REPEATS = 5
+# Of an index of a million samples: a step then has about as many of each file as of a large corpus.
+FEW_ROWS_A_FILE = 10
 
 
 def stages(size: Size) -> list[Row]:
@@ -54,6 +56,24 @@ def stages(size: Size) -> list[Row]:
         )
         for name, work in works.items()
     ]
+
+
+def scattered_orders(size: Size) -> Row:
+    """The orders of a step whose samples lie in nearly as many files, as those of a large corpus
+    do."""
+    batch = size.ranks * size.samples_a_rank
+    samples = max(size.indexed, batch)
+    setup = made_setup(
+        samples, batch, memory_tokens=size.memory_tokens, rows_a_file=FEW_ROWS_A_FILE
+    )
+    planned = plan_step(setup, Cursor(), Topology(world_size=size.ranks, replicas_per_node=8))
+    assert planned is not None, "the job is endless"
+    plan, digest = planned.plan, planned.plan.digest
+    orders = pack_orders(plan, setup.catalog, job=JOB, digest=digest, pipeline="{}")
+    name = f"orders as they are sent to {WORKERS} workers"
+    about = f"{batch:,} samples in {samples // FEW_ROWS_A_FILE:,} files"
+    works: dict[str, Callable[[], object]] = {name: partial(_written, orders)}
+    return timed_row(works, group="stages", what=f"{name}: {about}", limit=None, repeats=REPEATS)
 
 
 def _written(orders: PackOrders) -> int:
