@@ -108,8 +108,6 @@ class SampleFiles(Sequence[tuple[str, str]]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and self.named() == list(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
         """Where the words of each path begin, and where the last end: int64[k + 1]."""
