@@ -28,7 +28,7 @@ from dataservice.engine.attempt import Attempt
 from dataservice.engine.planner import pass_over
 from dataservice.engine.running_job import RunningJob
 from dataservice.engine.tasks import cancel_all
-from dataservice.engine.threads import in_counting, in_store
+from dataservice.engine.threads import in_counting
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class ProgressView:
     ) -> None:
         step, _ = now
         try:
-            behind, masked = await in_store(_recorded, self._store, attempt, step)
+            behind, masked = await in_counting(_recorded, self._store, attempt, step)
             progress = await in_counting(_progress, setup, step, behind, masked)
         except ServiceError as error:
             log.warning("its progress was not counted: %s", error, extra=attempt.about)

@@ -12,7 +12,6 @@ from dataservice.core.job import (
     CostRecord,
     JobRecord,
     MixtureRecord,
-    QuarantineEntry,
     SkipAction,
     SkipRecord,
     SpecRecord,
@@ -20,9 +19,10 @@ from dataservice.core.job import (
 from dataservice.state.refusals import not_the_next_attempt
 from dataservice.state.sqlite_file import first
 from dataservice.state.sqlite_ledger import SqliteLedger
+from dataservice.state.sqlite_quarantine import SqliteQuarantine
 
 
-class SqliteStateStore(SqliteLedger):
+class SqliteStateStore(SqliteLedger, SqliteQuarantine):
     """The port StateStore in `directory`/state.db."""
 
     # ---- jobs -----------------------------------------------------------------------------
@@ -73,6 +73,8 @@ class SqliteStateStore(SqliteLedger):
                 db.executemany("DELETE FROM jobs WHERE name = ?", [(name,) for name in jobs])
                 yield db
             self._files.remove(files)
+            for job in jobs:
+                self._forget_counts(job)
 
     # ---- attempts -------------------------------------------------------------------------
 
@@ -168,48 +170,3 @@ class SqliteStateStore(SqliteLedger):
     def skips(self, job: str) -> list[SkipRecord]:
         """The job's records of skipped steps by number."""
         return self._select(SkipRecord, "FROM skips WHERE job = ? ORDER BY number", job)
-
-    # ---- quarantine -----------------------------------------------------------------------
-
-    def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
-        """Append all entries or none; the first entry of a (job, attempt, step, sample_id) is kept.
-        Raises NotFoundError when there is no such job."""
-        with self._transaction() as db:
-            for name in {entry.job for entry in entries}:
-                self._require_job(db, name)
-            db.executemany(
-                "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [astuple(entry) for entry in entries],
-            )
-
-    def quarantine(self, job: str) -> list[QuarantineEntry]:
-        """All entries of a job by (attempt, step, sample_id)."""
-        return self._select(
-            QuarantineEntry,
-            "FROM quarantine WHERE job = ? ORDER BY attempt, step, sample_id",
-            job,
-        )
-
-    def quarantine_of_step(self, job: str, attempt: int, step: int) -> list[QuarantineEntry]:
-        """The entries of one step of one attempt by sample_id."""
-        return self._select(
-            QuarantineEntry,
-            "FROM quarantine WHERE job = ? AND attempt = ? AND step = ? ORDER BY sample_id",
-            job,
-            attempt,
-            step,
-        )
-
-    def quarantined_by_source(self, job: str, attempt: int, *, last_step: int) -> dict[str, int]:
-        """The number of entries of each source in an attempt's steps up to this one, of sources
-        that have any."""
-        query = (
-            "SELECT source, COUNT(*) FROM quarantine WHERE job = ? AND attempt = ? AND step <= ? "
-            "GROUP BY source"
-        )
-        with self._turn, self._translated():
-            return dict(self._connection.execute(query, (job, attempt, last_step)))
-
-    def quarantined_samples(self, job: str) -> int:
-        """Number of samples that have an entry."""
-        return self._number("SELECT COUNT(DISTINCT sample_id) FROM quarantine WHERE job = ?", job)

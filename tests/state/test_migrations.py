@@ -75,6 +75,7 @@ def test_an_older_file_keeps_every_row_and_takes_new_ones(script: Path, tmp_path
             reason="corrupt",
         )
     ]  # fmt: skip
+    assert store.quarantined_samples("vlm-sft") == 1
     known = SkipRecord(
         job="vlm-sft", number=1, first_step=7, last_step=8, action="skip", from_attempt=2,
         recorded_unix_s=20.5,

@@ -97,7 +97,7 @@ def test_a_file_of_a_newer_release_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as connection:
         connection.execute("INSERT INTO migrations VALUES (99, 0.0)")
     connection.close()
-    with pytest.raises(StateError, match=r"schema version 99.*knows up to 6"):
+    with pytest.raises(StateError, match=r"schema version 99.*knows up to 7"):
         SqliteStateStore(tmp_path)
 
 
