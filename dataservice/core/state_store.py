@@ -107,6 +107,11 @@ class StateStore(Protocol):
         that are worth it."""
         ...
 
+    def trim(self) -> int:
+        """Give back some room on disk that nothing is in any more. Returns how many bytes; 0 once
+        none are left that are worth it."""
+        ...
+
     def put_cost(self, cost: CostRecord) -> None:
         """Insert. It replaces the job's records that begin at its step or later."""
         ...

@@ -1,4 +1,5 @@
-"""Moves old entries of the ledger out of state.db, some at a time while the service runs."""
+"""Moves old entries of the ledger out of state.db, and gives back the room that they were in; some
+at a time while the service runs."""
 
 import asyncio
 import logging
@@ -20,18 +21,23 @@ in_archiving = CallThreads("old entries of the ledger", 1)
 async def archive_now_and_then(
     store: StateStore, after_days: float, *, every_s: float = LOOK_EVERY_S, rest_s: float = REST_S
 ) -> None:
-    """Until cancelled: archive the entries that were planned `after_days` ago or before. What
-    fails is logged, and tried again at the next visit."""
+    """Until cancelled: archive the entries that were planned `after_days` ago or before, then give
+    back what room they have left. What fails is logged, and tried again at the next visit."""
     while True:
-        moved = 0
+        moved = given_bytes = 0
         try:
             while some := await in_archiving(
                 store.archive_ledger, time.time() - after_days * DAY_S
             ):
                 moved += some
                 await asyncio.sleep(rest_s)
+            while some := await in_archiving(store.trim):
+                given_bytes += some
+                await asyncio.sleep(rest_s)
         except Exception:
             log.exception("old entries of the ledger stay in state.db; it is tried again")
         if moved:
             log.info("%d old entries of the ledger went from state.db to Parquet files", moved)
+        if given_bytes:
+            log.info("%d MB of free room were given back", given_bytes >> 20)
         await asyncio.sleep(every_s)

@@ -1,9 +1,10 @@
 """The state directory: one process holds it, a damaged file is left unchanged, a backup is kept.
 
-    hold DIR/state.lock ─▶ sound? (log, then every page, read-only) ─▶ back up ─▶ migrate
+    hold DIR/state.lock ─▶ sound? (log, then every page, read-only) ─▶ compact ─▶ back up ─▶ migrate
 
 Nothing is written before the file has been found sound, so a refused file can still be salvaged.
-The backup is the file as this start found it, before any migration.
+The backup is the file as this start found it, before any migration; of free pages, only where they
+were many, it is rid as the file is.
 
 The files hold the jobs of all teams, so only their owner may read them from the moment they are
 made. Files that an older release left readable to others are made private.
@@ -19,6 +20,7 @@ from typing import IO
 
 from dataservice.core.errors import StateError
 from dataservice.core.private_files import make_private, tighten
+from dataservice.state.free_pages import allow_giving_back, compact
 from dataservice.state.schema import migrate, require_known
 from dataservice.state.wal import lost_transactions
 
@@ -97,10 +99,12 @@ def connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+        allow_giving_back(connection)  # before anything is written
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         if there:
+            compact(connection, path)
             _back_up(connection, backup)
         migrate(connection)
     except BaseException:

@@ -9,7 +9,8 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -53,9 +54,11 @@ class LedgerFiles:
         are on disk. Raises StateError where they cannot be written."""
         path = self._path(name)
         making = path.with_name(f"{path.name}.part")
-        columns = [asdict(entry) for entry in entries]
+        columns = [
+            pa.array([*map(attrgetter(name), entries)], type=kind) for name, kind in _COLUMNS
+        ]
         schema = _SCHEMA.with_metadata({_JOB: entries[0].job.encode()})
-        table = pa.Table.from_pylist(columns, schema=schema)
+        table = pa.Table.from_arrays(columns, schema=schema)
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             make_private(making)
@@ -119,6 +122,12 @@ _REMEDY = (
     "It holds steps that were trained long ago, so training goes on; to explain or replay them, "
     "restore the file from a backup of the state directory."
 )
+
+
+def load_arrow() -> None:
+    """Load what Arrow loads with the first values of Python that it gets, such as pandas where that
+    is installed: half a second, not to be taken from anybody's turn."""
+    pa.array([None])
 
 
 def _sync(folder: Path) -> None:

@@ -184,6 +184,10 @@ class MemoryStateStore:
         """Nothing: what is in memory ends with the process."""
         return 0
 
+    def trim(self) -> int:
+        """Nothing: there is no file."""
+        return 0
+
     def put_cost(self, cost: CostRecord) -> None:
         """Insert; replaces the job's records that begin at its step or later. Raises NotFoundError
         when there is no such job."""

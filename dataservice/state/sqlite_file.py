@@ -26,6 +26,7 @@ from dataservice.core.job import (
     SpecRecord,
 )
 from dataservice.state import directory as folder
+from dataservice.state import free_pages
 from dataservice.state.refusals import no_such_job
 
 # Milliseconds that `check` waits for a file that another process has locked.
@@ -86,6 +87,12 @@ class SqliteFile:
                 self._connection.execute("ROLLBACK")
             finally:
                 self._connection.execute(f"PRAGMA busy_timeout = {folder.BUSY_MS}")
+
+    def trim(self) -> int:
+        """Give some room that nothing is in any more back to the file system, in a short turn.
+        Returns how many bytes; 0 once no more is worth it."""
+        with self._turn, self._translated():
+            return free_pages.give_back(self._connection)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -15,6 +15,7 @@ class Old(MemoryStateStore):
     def __init__(self) -> None:
         super().__init__()
         self.left = [8192, 8192, 5000, 0]
+        self.free_bytes = [2**20, 2**20]
         self.asked: list[float] = []
 
     def archive_ledger(self, planned_before_unix_s: float) -> int:
@@ -23,6 +24,10 @@ class Old(MemoryStateStore):
             raise StateError("the disk is full")
         return self.left.pop(0) if self.left else 0
 
+    def trim(self) -> int:
+        assert not any(self.left), "what is archived leaves more room"
+        return self.free_bytes.pop() if self.free_bytes else 0
+
 
 async def test_all_that_is_old_enough_moves_and_a_failure_is_tried_again(caplog):
     caplog.set_level("INFO")
@@ -30,6 +35,7 @@ async def test_all_that_is_old_enough_moves_and_a_failure_is_tried_again(caplog)
     task = asyncio.create_task(archive_now_and_then(store, 30.0, every_s=0.01, rest_s=0.001))
     await until(lambda: not store.left)
     await until(lambda: "21384 old entries of the ledger went" in caplog.text)
+    await until(lambda: "2 MB of free room were given back" in caplog.text)
     task.cancel()
     assert abs(began_s - 30 * DAY_S - store.asked[0]) < 60
     assert "stay in state.db; it is tried again" in caplog.text
