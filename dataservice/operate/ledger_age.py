@@ -31,13 +31,16 @@ async def archive_now_and_then(
             ):
                 moved += some
                 await asyncio.sleep(rest_s)
+        except Exception:
+            log.exception("old entries of the ledger stay in state.db; it is tried again")
+        try:  # also where the disk was too full for a file
             while some := await in_archiving(store.trim):
                 given_bytes += some
                 await asyncio.sleep(rest_s)
         except Exception:
-            log.exception("old entries of the ledger stay in state.db; it is tried again")
+            log.exception("free room stays in the state directory; it is tried again")
         if moved:
             log.info("%d old entries of the ledger went from state.db to Parquet files", moved)
         if given_bytes:
-            log.info("%d MB of free room were given back", given_bytes >> 20)
+            log.info("%d KB of free room were given back", given_bytes >> 10)
         await asyncio.sleep(every_s)

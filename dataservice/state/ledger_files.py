@@ -2,12 +2,15 @@
 
 A file holds entries of one job by attempt and step, and is never changed once it has its name,
 which is random and never given again. Which files there are stands in state.db: one that it does
-not name (of a crash, or of a state whose backup was restored) is not read.
+not name (of a crash, or of a state whose backup was restored) is not read, and removed after a
+month: until then the state that names it may be put back.
 """
 
 import os
+import re
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from operator import attrgetter
@@ -23,8 +26,12 @@ from dataservice.core.private_files import make_private
 FOLDER = "ledger"
 ROWS_PER_GROUP = 4096  # what is read for one entry
 _JOB = b"dataservice.job"
-# Of what was read last: whoever replays a range reads step after step, in several attempts.
-_KEPT_GROUPS = 16
+# Of what was read last, a megabyte each: whoever replays a range reads step after step, in several
+# attempts.
+_KEPT_GROUPS = 4
+# Seconds that a file stays which state.db does not name.
+UNNAMED_S = 30 * 86_400.0
+_OURS = re.compile(r"(?P<name>[0-9a-f]{16})\.parquet(?P<part>\.part)?")
 _COLUMNS: list[tuple[str, pa.DataType]] = [
     ("attempt", pa.int64()),
     ("step", pa.int64()),
@@ -47,7 +54,7 @@ class LedgerFiles:
 
     def __init__(self, directory: Path) -> None:
         self._folder = directory / FOLDER
-        self._groups: OrderedDict[tuple[str, int], list[LedgerEntry]] = OrderedDict()
+        self._groups: OrderedDict[tuple[str, int], tuple[str, pa.Table]] = OrderedDict()
 
     def write(self, name: str, entries: Sequence[LedgerEntry]) -> None:
         """Write entries of one job, which are sorted by attempt and step; when this returns, they
@@ -80,13 +87,17 @@ class LedgerFiles:
         """The entry in this row of a file, which is of this job, attempt and step. Raises
         StateError where the file is missing or damaged."""
         group, within = divmod(row, ROWS_PER_GROUP)
-        entries = self._group(name, group)
-        found = entries[within] if within < len(entries) else None
-        if found is None or (found.job, found.attempt, found.step) != place:
+        path = self._path(name)
+        try:
+            job, rows = self._group(name, group)
+            found = [LedgerEntry(job=job, **each) for each in rows.slice(within, 1).to_pylist()]
+        except (OSError, ValueError, TypeError, pa.ArrowException) as error:
+            raise StateError(f"{path} is missing or damaged ({error}). {_REMEDY}") from error
+        if [(each.job, each.attempt, each.step) for each in found] != [place]:
             job, attempt, step = place
             seen = f"row {row} is not step {step} of attempt {attempt} of job {job!r}"
-            raise StateError(f"{self._path(name)} is damaged: {seen}. {_REMEDY}")
-        return found
+            raise StateError(f"{path} is damaged: {seen}. {_REMEDY}")
+        return found[0]
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove the files of jobs that are deleted. One that cannot be removed is read no more."""
@@ -95,24 +106,34 @@ class LedgerFiles:
                 self._path(name).unlink(missing_ok=True)
         self._groups.clear()
 
-    def _group(self, name: str, group: int) -> list[LedgerEntry]:
+    def sweep(self, named: Collection[str]) -> int:
+        """Remove files that a crash has left: half-written ones, and those that have not been
+        `named` for long. Returns their bytes. Not while a file is written."""
+        swept_bytes, there = 0, list[Path]()
+        with suppress(OSError):  # such as where none was ever written
+            there = list(self._folder.iterdir())
+        for path in there:
+            ours = _OURS.fullmatch(path.name)
+            if ours is None or (ours["part"] is None and ours["name"] in named):
+                continue
+            with suppress(OSError):
+                about = path.stat()  # since when it is on this disk, whenever it was written
+                if ours["part"] is not None or time.time() - about.st_ctime > UNNAMED_S:
+                    path.unlink()
+                    swept_bytes += about.st_size
+        return swept_bytes
+
+    def _group(self, name: str, group: int) -> tuple[str, pa.Table]:
+        """The job of a file, and some of its rows."""
         place = (name, group)
         if place not in self._groups:
-            self._groups[place] = self._read(name, group)
+            with pq.ParquetFile(self._path(name)) as file:
+                job = (file.schema_arrow.metadata or {}).get(_JOB, b"").decode()
+                self._groups[place] = (job, file.read_row_group(group))
             if len(self._groups) > _KEPT_GROUPS:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(place)
         return self._groups[place]
-
-    def _read(self, name: str, group: int) -> list[LedgerEntry]:
-        path = self._path(name)
-        try:
-            with pq.ParquetFile(path) as file:
-                job = (file.schema_arrow.metadata or {}).get(_JOB, b"").decode()
-                rows = file.read_row_group(group).to_pylist()
-            return [LedgerEntry(job=job, **row) for row in rows]
-        except (OSError, ValueError, TypeError, pa.ArrowException) as error:
-            raise StateError(f"{path} is missing or damaged ({error}). {_REMEDY}") from error
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.parquet"

@@ -169,6 +169,16 @@ class SqliteLedger(SqliteFile):
                 return moved
         return 0
 
+    def trim(self) -> int:
+        """Give some room that nothing is in any more back to the file system, in a short turn:
+        free pages, then files that no row names. Returns how many bytes; 0 once no more is worth
+        it."""
+        with self._turn:  # in which no file is written
+            if given_bytes := super().trim():
+                return given_bytes
+            named = self._rows("SELECT DISTINCT file FROM archives")
+            return self._files.sweep({file for (file,) in named})
+
     def _archive_job(self, job: str, planned_before_unix_s: float) -> int:
         old = list(self._old_steps(job, planned_before_unix_s))
         if sum(rows for _, _, rows in old) < LEAST_ROWS:

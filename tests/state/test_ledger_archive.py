@@ -1,16 +1,18 @@
 """Old entries of the ledger lie in Parquet files, and nobody who asks can tell."""
 
+import gc
 import random
 import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from dataservice.core.errors import NotFoundError, StateError
 from dataservice.core.job import AttemptRecord, JobRecord, LedgerEntry
 from dataservice.core.state_store import StateStore
-from dataservice.state import sqlite_ledger
+from dataservice.state import ledger_files, sqlite_ledger
 from dataservice.state.directory import FILE
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
@@ -59,6 +61,18 @@ def filled(folder: Path, *, steps: int, attempts: int = 2) -> SqliteStateStore:
             store.put_ledger(entry(step, number))
             store.commit_step("vlm-sft", number, step, 99.5 + step, 0.25)
     return store
+
+
+def killed_between_file_and_transaction(store: SqliteStateStore) -> None:
+    """A turn of the archiver that ends there, as a crash ends it."""
+
+    def dies(*of: object) -> object:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite_ledger, "runs_of", dies)
+        with pytest.raises(KeyboardInterrupt):
+            store.archive_ledger(1e9)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -195,23 +209,14 @@ def test_a_full_disk_leaves_all_entries_where_they_are(
 
 
 def test_a_crash_between_file_and_transaction_loses_and_repeats_nothing(
-    tmp_path: Path, everything_is_old: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, everything_is_old: None
 ) -> None:
     store = filled(tmp_path, steps=8)
     before = ledger_of(store, "vlm-sft")
-
-    def dies(*of: object) -> object:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sqlite_ledger, "runs_of", dies)
-    with pytest.raises(KeyboardInterrupt):
-        store.archive_ledger(1e9)
-    monkeypatch.undo()
+    killed_between_file_and_transaction(store)
     store.close()
     store = SqliteStateStore(tmp_path)
     assert ledger_of(store, "vlm-sft") == before
-    monkeypatch.setattr(sqlite_ledger, "LEAST_ROWS", 1)
-    monkeypatch.setattr(sqlite_ledger, "KEPT_STEPS", 0)
     assert store.archive_ledger(1e9) == 15
     assert (ledger_of(store, "vlm-sft"), len(files_of(tmp_path))) == (before, 2)
     store.close()
@@ -275,3 +280,46 @@ def test_a_file_that_no_transaction_names_is_removed(
         store.archive_ledger(1e9)
     assert not files_of(tmp_path)
     store.close()
+
+
+def test_what_a_crash_leaves_is_swept_and_what_state_db_names_stays(
+    tmp_path: Path, everything_is_old: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path, steps=8)
+    before = ledger_of(store, "vlm-sft")
+    killed_between_file_and_transaction(store)
+    (left,) = files_of(tmp_path)
+    store.archive_ledger(1e9)
+    (named,) = {*files_of(tmp_path)} - {left}
+    half, strange = named.with_name(f"{'0' * 16}.parquet.part"), named.with_name("notes.parquet")
+    half.write_bytes(b"half")
+    strange.write_bytes(b"of somebody else")
+    store.close()
+    store = SqliteStateStore(tmp_path)
+    assert store.trim() == 4
+    assert {*files_of(tmp_path)} == {left, named, strange}, (
+        "the state may be put back that names it"
+    )
+    monkeypatch.setattr(ledger_files, "UNNAMED_S", -1.0)
+    assert store.trim() > 0
+    assert store.trim() == 0
+    assert {*files_of(tmp_path)} == {named, strange}
+    assert ledger_of(store, "vlm-sft") == before
+    store.close()
+
+
+def entries_in_memory() -> int:
+    return sum(type(each) is LedgerEntry for each in gc.get_objects())
+
+
+def test_a_replay_leaves_few_entries_in_memory(tmp_path: Path) -> None:
+    files, groups = ledger_files.LedgerFiles(tmp_path), 8
+    for number in range(groups):
+        steps = range(number * 4096, (number + 1) * 4096)
+        files.write(f"{number:016x}", [entry(step) for step in steps])
+    before, entries = pa.total_allocated_bytes(), entries_in_memory()
+    for number in range(groups):
+        step = number * 4096 + 7
+        assert files.entry(f"{number:016x}", 7, ("vlm-sft", 1, step)) == entry(step)
+    assert entries_in_memory() <= entries + 1
+    assert pa.total_allocated_bytes() - before < 6e6
