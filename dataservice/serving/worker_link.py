@@ -10,6 +10,7 @@ a call cancels it at the worker too, which goes on decoding (see workers/host.py
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 # its own costs as much as the order of a small step.
 RELEASE_WAIT_S = 0.02
 FEW_PACKS = 256
+# Seconds without a call after which a channel is closed, once one to a new address is made: each
+# renewed worker has another address.
+IDLE_S = 300.0
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
@@ -54,6 +58,7 @@ class _Line:
 
     channel: grpc.aio.Channel
     calls: int = 0
+    idle_since_s: float = 0.0
     lost: bool = False
     stub: "worker_pb2_grpc.WorkerAsyncStub" = field(init=False)
 
@@ -62,7 +67,8 @@ class _Line:
 
 
 class GrpcWorkerLink:
-    """core.ports.WorkerLink with one channel for each address. Used on one event loop."""
+    """core.ports.WorkerLink with one channel for each address that was called of late. Used on one
+    event loop."""
 
     def __init__(
         self,
@@ -228,9 +234,11 @@ class GrpcWorkerLink:
 
     @contextlib.asynccontextmanager
     async def _stub(self, worker: WorkerInfo) -> AsyncIterator["worker_pb2_grpc.WorkerAsyncStub"]:
-        line = self._line(worker.address)
+        line, idle = self._line(worker.address)
         line.calls += 1
         try:
+            for each in idle:
+                await each.channel.close()
             yield line.stub
         except grpc.aio.AioRpcError as error:
             if not is_unreachable(error):
@@ -242,18 +250,27 @@ class GrpcWorkerLink:
             ) from error
         finally:
             line.calls -= 1
+            line.idle_since_s = time.monotonic()
             # Closing cancels calls in flight, so the last call that ends closes the channel.
             if line.lost and line.calls == 0:
                 if self._lines.get(worker.address) is line:
                     del self._lines[worker.address]
                 await line.channel.close()
 
-    def _line(self, address: str) -> _Line:
-        line = self._lines.get(address)
+    def _line(self, address: str) -> tuple[_Line, list[_Line]]:
+        """The line to an address; and if it is a new one, those that are idle, to be closed: no
+        call can find them any more."""
+        line, idle = self._lines.get(address), list[_Line]()
         if line is None or line.lost:
-            line = _Line(channel=self._channel(address))
-            self._lines[address] = line
-        return line
+            idle = self._drop_idle()
+            line = self._lines[address] = _Line(channel=self._channel(address))
+        return line, idle
+
+    def _drop_idle(self) -> list[_Line]:
+        before_s = time.monotonic() - IDLE_S
+        lines = self._lines.items()
+        idle = [at for at, line in lines if not line.calls and line.idle_since_s < before_s]
+        return [self._lines.pop(at) for at in idle]
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         options = channel_options(MESSAGE_LIMIT_BYTES, self._keepalive)

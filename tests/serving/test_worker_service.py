@@ -375,6 +375,57 @@ async def test_an_order_outlives_its_connection_and_is_decoded_once(make, link, 
     assert len(begun) == 2
 
 
+@pytest.fixture
+def channels(monkeypatch):
+    """The channels that a link makes, by address."""
+    made, make_channel = {}, grpc.aio.insecure_channel
+
+    def noted(address, **options):
+        made[address] = make_channel(address, **options)
+        return made[address]
+
+    monkeypatch.setattr(grpc.aio, "insecure_channel", noted)
+    return made
+
+
+async def test_renewed_workers_leave_no_channels_behind(make, host, channels, monkeypatch):
+    monkeypatch.setattr(worker_link, "IDLE_S", 0.0)
+    link = GrpcWorkerLink(make.secret, answer_timeout_s=30.0)
+    for _ in range(4):  # each at an address of its own
+        served = await serve_worker(host, worker=WORKER, listen="127.0.0.1:0", secret=make.secret)
+        await link.ask_held(WorkerInfo(worker=WORKER, address=served.address, slots=1))
+        await served.stop()
+    *before, last = (channel.get_state() for channel in channels.values())
+    assert set(before) == {grpc.ChannelConnectivity.SHUTDOWN}
+    assert last != grpc.ChannelConnectivity.SHUTDOWN
+    await link.close()
+
+
+async def test_a_channel_that_was_called_of_late_stays_for_the_next_call(
+    make, worker, gated, link, channels
+):
+    await link.ask_held(worker)
+    kept = channels[worker.address]
+    await link.ask_held(gated[0])
+    await link.ask_held(worker)
+    assert channels == {worker.address: kept, gated[0].address: channels[gated[0].address]}
+    assert kept.get_state() == grpc.ChannelConnectivity.READY
+
+
+async def test_a_channel_with_a_call_in_flight_is_never_closed_for_another(
+    make, worker, gated, link, channels, monkeypatch
+):
+    monkeypatch.setattr(worker_link, "IDLE_S", 0.0)
+    info, gate, begun = gated
+    await link.ask_held(info)  # so that it was idle before, too
+    prepare = asyncio.create_task(prepared(link, info, make.order()))
+    await until(lambda: len(begun) == 2)
+    await link.ask_held(worker)
+    assert channels[info.address].get_state() == grpc.ChannelConnectivity.READY
+    gate.set()
+    assert (await prepare).key == make.order().key
+
+
 async def test_a_stopped_worker_is_lost_once_pings_stay_unanswered(make):
     link = GrpcWorkerLink(
         make.secret,
