@@ -15,7 +15,7 @@ from dataservice.state import directory, free_pages
 from dataservice.state.directory import BACKUP, FILE
 from dataservice.state.sqlite import SqliteStateStore
 
-# A start that is killed at some instruction of the file's making anew.
+# Killed at some instruction of the file's making anew, or of a turn that gives pages back.
 KILLED = """
 import os, signal, sqlite3, sys
 from pathlib import Path
@@ -34,10 +34,19 @@ class Killed(sqlite3.Connection):
             die()
         return done
 
+    def executescript(self, script):
+        if "incremental_vacuum" in script:
+            self.set_progress_handler(die, int(sys.argv[2]))
+        done = super().executescript(script)
+        if "incremental_vacuum" in script:
+            die()
+        return done
+
 connect = sqlite3.connect
 sqlite3.connect = lambda *given, **named: connect(*given, **{"factory": Killed, **named})
-free_pages.LEAST_COMPACTED_BYTES = 0
-SqliteStateStore(Path(sys.argv[1]))
+free_pages.LEAST_COMPACTED_BYTES = int(sys.argv[3])
+free_pages.KEPT_PAGES = 0
+SqliteStateStore(Path(sys.argv[1])).trim()
 """
 
 
@@ -137,16 +146,34 @@ def test_a_file_of_which_half_is_in_use_or_that_is_small_is_left_as_it_is(
     assert free_and_all(tmp_path / "small" / FILE) == free
 
 
+def killed(home: Path, after: int, *, least_compacted_bytes: int) -> None:
+    command = [sys.executable, "-c", KILLED, str(home), str(after), str(least_compacted_bytes)]
+    assert subprocess.run(command, check=False).returncode == -9
+
+
 @pytest.mark.parametrize("after", [20, 2_000, 10_000_000])
 def test_a_start_that_is_killed_while_it_makes_the_file_anew_loses_nothing(
     after: int, tmp_path: Path, of_before: list[JobRecord], small: None
 ) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(after)], check=False)
-    assert done.returncode == -9
+    killed(tmp_path, after, least_compacted_bytes=0)
     store = SqliteStateStore(tmp_path)
     assert store.jobs() == of_before
     store.close()
     assert free_and_all(tmp_path / FILE)[0] == 0
+
+
+@pytest.mark.parametrize("after", [20, 200, 10_000_000])
+def test_a_service_that_is_killed_while_it_gives_pages_back_loses_nothing(
+    after: int, tmp_path: Path, small: None
+) -> None:
+    left = mostly_free(tmp_path)
+    killed(tmp_path, after, least_compacted_bytes=2**40)
+    store = SqliteStateStore(tmp_path)
+    assert store.jobs() == left
+    while store.trim():
+        pass
+    assert store.jobs() == left
+    store.close()
 
 
 def test_a_disk_without_room_for_a_new_file_keeps_the_one_there_is(

@@ -413,6 +413,19 @@ def test_quarantine_entries_of_one_call_are_kept_all_or_none(store: StateStore) 
     store.add_quarantine([])
 
 
+def test_room_is_given_back_until_there_is_none_and_nothing_else_goes(store: StateStore) -> None:
+    store.put_job(job(), job("other"))
+    store.put_ledger(entry(0))
+    store.commit_step("vlm-sft", 1, 0, 1.0)
+    store.add_quarantine([bad(3)])
+    before = (ledger_of(store, "vlm-sft"), store.quarantine("vlm-sft"))
+    store.delete_job("other")
+    while store.trim():
+        pass
+    assert (ledger_of(store, "vlm-sft"), store.quarantine("vlm-sft")) == before
+    assert [record.name for record in store.jobs()] == ["vlm-sft"]
+
+
 def test_threads_take_turns(store: StateStore) -> None:
     store.put_job(job())
     failures: list[Exception] = []
