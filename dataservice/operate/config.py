@@ -26,7 +26,7 @@ class ServiceConfig(Strict):
     addresses; an IPv6 address stands in brackets, as [::1]:50051."""
     state_dir: str = "state"
     """Folder for jobs, attempts and the ledger. Keep it: recovery starts from it."""
-    archive_ledger_after_days: Annotated[float, Field(gt=0)] = 7.0
+    archive_ledger_after_days: Annotated[float, Field(gt=0)] = 1.0
     """Days after which the ledger's entries move from state.db to Parquet files beside it, where
     they take a third of the room; they are explained and replayed as before."""
     workers: Annotated[int, Field(ge=1, le=4096)] = 2
