@@ -137,8 +137,8 @@ class OpeningLimits:
     memory_bytes: int = 8 * 2**30
     """Memory of its own: of an index some row groups are in it while it is read."""
     at_once: int = 4
-    """Jobs that are opened at the same time, each in such a process; with two or more no team has
-    all of them."""
+    """Jobs that are opened at the same time, each in such a process; with two or more neither a
+    team nor the submissions of those without one have all of them."""
     pipeline_cpu_s: float = 30.0
     """CPU seconds of loading the tokenizer and trying out the chat template."""
     pipeline_memory_bytes: int = 2**30

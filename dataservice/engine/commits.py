@@ -52,7 +52,9 @@ class Commits:
 
     async def written(self) -> None:
         """Wait until nothing is being written."""
-        await asyncio.gather(*self._writing.tasks, return_exceptions=True)
+        while tasks := self._writing.tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # who waited for one may begin the next
 
     async def _write(self, trained: int) -> None:
         """Every rank has trained this step."""

@@ -122,6 +122,7 @@ def build_index(
     folder.create()
     sums = PartSums(folder, limits)
     records = dict(_current_parts(folder, files, recipe, limits, sums))
+    sums.write()
     reused = len(records)
     task = IndexTask(
         spec=spec,
@@ -140,15 +141,11 @@ def build_index(
         results = index_elsewhere(elsewhere, folder, todo, report, left)
     else:
         results = index_files(task, todo, workers, report, left)
-    try:
-        for result in results:
-            if isinstance(result, LeftOutFile):
-                damaged.append(result)
-            else:
-                records[result.file.name] = result
-                sums.add(part_name(result.file.name))
-    finally:
-        sums.write()
+    for result in results:
+        if isinstance(result, LeftOutFile):
+            damaged.append(result)
+        else:
+            records[result.file.name] = result
     damaged.sort(key=lambda file: file.name)
     if damaged and not leave_out_damaged:
         raise _damaged_error(spec, damaged, len(files))

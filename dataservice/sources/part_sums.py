@@ -3,16 +3,18 @@
 INDEX_DIR/SOURCE_NAME/sums.json  by name, the SHA-256 of each part that was whole
 
     part ──► bytes of a part that was whole? ──► kept
-                    └─ other bytes, or none known ──► every row is read and checked
+                    └─ other bytes, or none known ──► every row is read and checked, once
 
-Only who writes an index goes by them. Whoever opens one checks its rows: this file may be missing,
-or of anybody.
+Of a part that a run has just written nothing is known: what lies there need not be what was
+written. Only who writes an index goes by them. Whoever opens one checks its rows: this file may be
+missing, or of anybody.
 """
 
 import hashlib
 import json
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 
@@ -50,22 +52,27 @@ class PartSums:
         return whole
 
     def add(self, name: str) -> None:
-        """A part is whole. Now and then all that are known are written down, for a run that goes on
-        behind this one. Raises SourceError where the folder cannot be read."""
+        """Every row of a part was read, and it is whole. Now and then all that are known are
+        written down, for a run that goes on behind this one. Raises SourceError where the folder
+        cannot be read."""
         with suppress(FileNotFoundError):  # another run may have removed it
-            self._whole[name] = self._whole.get(name) or self._sum(name)
+            self._whole[name] = self._sum(name)
         if time.monotonic() - self._written_s > _WRITE_EVERY_S:
-            self.write()
+            self._write(self._recorded | self._whole)
 
     def write(self) -> None:
-        """Write down the parts that are known to be whole. Where that cannot be done, the next run
-        takes longer, and the log says so."""
-        sums = {"judged_by": self._judged_by, "sha256": self._whole}
+        """Write down the parts that are known to be whole, and no others. Where that cannot be
+        done, the next run takes longer, and the log says so."""
+        if self._whole != self._recorded:
+            self._write(self._whole)
+
+    def _write(self, whole: Mapping[str, str]) -> None:
+        sums = {"judged_by": self._judged_by, "sha256": whole}
         text = json.dumps(sums, indent=1, sort_keys=True)
         try:
             with self._folder.replace(SUMS) as stream:
                 stream.write(text.encode())
-        except SourceError as error:
+        except (SourceError, OSError) as error:
             log.warning("the next run of index will read all rows again: %s", error)
         self._written_s = time.monotonic()
 

@@ -8,9 +8,11 @@ or from a VACUUM on. Both are transactions: whoever is killed at any moment lose
 """
 
 import logging
+import os
 import shutil
 import sqlite3
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ PAGES_A_TURN = 500
 # a gigabyte of what it holds, where a start reads and copies the free pages at 3 s a gigabyte.
 LEAST_COMPACTED_BYTES = 64 * 2**20
 _INCREMENTAL = 2
+_TEMPORARY = "SQLITE_TMPDIR"
 
 
 def allow_giving_back(connection: sqlite3.Connection) -> None:
@@ -54,14 +57,29 @@ def compact(connection: sqlite3.Connection, path: Path) -> None:
         return
     held_bytes = (pages - free) * page_bytes
     try:
-        if shutil.disk_usage(path.parent).free < 2 * held_bytes:
+        if shutil.disk_usage(path.parent).free < 3 * held_bytes:
             raise OSError("its disk has too little room left")
-        connection.execute("VACUUM")
+        with _temporary_files_in(path.parent):
+            connection.execute("VACUUM")
         log.info("%s was made anew without %d free pages", path, free)
     except (OSError, sqlite3.Error) as error:
         log.warning("%s keeps %d MB of free pages: %s", path, free * page_bytes >> 20, error)
     with suppress(sqlite3.Error):  # the log is as large as the new file
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Have SQLite make its copy on the disk whose room is known."""
+    before = os.environ.get(_TEMPORARY)
+    os.environ[_TEMPORARY] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TEMPORARY]
+        else:
+            os.environ[_TEMPORARY] = before
 
 
 def _number(connection: sqlite3.Connection, pragma: str) -> int:

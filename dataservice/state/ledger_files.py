@@ -2,15 +2,13 @@
 
 A file holds entries of one job by attempt and step, and is never changed once it has its name,
 which is random and never given again. Which files there are stands in state.db: one that it does
-not name (of a crash, or of a state whose backup was restored) is not read, and removed after a
-month: until then the state that names it may be put back.
+not name (of a crash, or of a state whose backup was restored) is not read, and stays: the state
+that names it may be put back.
 """
 
 import os
-import re
-import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from operator import attrgetter
@@ -28,10 +26,8 @@ ROWS_PER_GROUP = 4096  # what is read for one entry
 _JOB = b"dataservice.job"
 # Of what was read last, a megabyte each: whoever replays a range reads step after step, in several
 # attempts.
-_KEPT_GROUPS = 4
-# Seconds that a file stays which state.db does not name.
-UNNAMED_S = 30 * 86_400.0
-_OURS = re.compile(r"(?P<name>[0-9a-f]{16})\.parquet(?P<part>\.part)?")
+_KEPT_GROUPS = 16
+_HALF = ".parquet.part"
 _COLUMNS: list[tuple[str, pa.DataType]] = [
     ("attempt", pa.int64()),
     ("step", pa.int64()),
@@ -60,7 +56,7 @@ class LedgerFiles:
         """Write entries of one job, which are sorted by attempt and step; when this returns, they
         are on disk. Raises StateError where they cannot be written."""
         path = self._path(name)
-        making = path.with_name(f"{path.name}.part")
+        making = path.with_name(f"{name}{_HALF}")
         columns = [
             pa.array([*map(attrgetter(name), entries)], type=kind) for name, kind in _COLUMNS
         ]
@@ -106,22 +102,11 @@ class LedgerFiles:
                 self._path(name).unlink(missing_ok=True)
         self._groups.clear()
 
-    def sweep(self, named: Collection[str]) -> int:
-        """Remove files that a crash has left: half-written ones, and those that have not been
-        `named` for long. Returns their bytes. Not while a file is written."""
-        swept_bytes, there = 0, list[Path]()
+    def half_written(self) -> list[Path]:
+        """The files that are being written, or that a crash has left so."""
         with suppress(OSError):  # such as where none was ever written
-            there = list(self._folder.iterdir())
-        for path in there:
-            ours = _OURS.fullmatch(path.name)
-            if ours is None or (ours["part"] is None and ours["name"] in named):
-                continue
-            with suppress(OSError):
-                about = path.stat()  # since when it is on this disk, whenever it was written
-                if ours["part"] is not None or time.time() - about.st_ctime > UNNAMED_S:
-                    path.unlink()
-                    swept_bytes += about.st_size
-        return swept_bytes
+            return [path for path in self._folder.iterdir() if path.name.endswith(_HALF)]
+        return []
 
     def _group(self, name: str, group: int) -> tuple[str, pa.Table]:
         """The job of a file, and some of its rows."""

@@ -11,6 +11,7 @@ whole and on disk before a transaction names it and removes what it holds from t
 import secrets
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from itertools import pairwise
 from operator import attrgetter
@@ -171,13 +172,15 @@ class SqliteLedger(SqliteFile):
 
     def trim(self) -> int:
         """Give some room that nothing is in any more back to the file system, in a short turn:
-        free pages, then files that no row names. Returns how many bytes; 0 once no more is worth
-        it."""
-        with self._turn:  # in which no file is written
-            if given_bytes := super().trim():
-                return given_bytes
-            named = self._rows("SELECT DISTINCT file FROM archives")
-            return self._files.sweep({file for (file,) in named})
+        free pages, then files that a crash has left half written. Returns how many bytes; 0 once no
+        more is worth it."""
+        if given_bytes := super().trim():
+            return given_bytes
+        for half in self._files.half_written():
+            with self._turn, suppress(OSError):  # one that was being written has its name by then
+                given_bytes += half.stat().st_size
+                half.unlink()
+        return given_bytes
 
     def _archive_job(self, job: str, planned_before_unix_s: float) -> int:
         old = list(self._old_steps(job, planned_before_unix_s))

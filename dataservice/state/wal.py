@@ -20,8 +20,8 @@ _MAGIC = 0x377F0682  # its last bit says that checksums read words as big-endian
 def lost_transactions(path: Path) -> str:
     """What is wrong with the log at `path`, or "" when no acknowledged transaction is missing.
 
-    Reads the log once and changes nothing; O(size of the log), which SQLite keeps at a few MiB.
-    Raises OSError when the log cannot be read.
+    Reads the log once and changes nothing; O(size of the log), which SQLite keeps at a few MiB but
+    where a kill left that of a VACUUM. Raises OSError when the log cannot be read.
     """
     if not path.exists() or path.stat().st_size < _HEADER.size:
         return ""  # a crash may happen before the first transaction is complete

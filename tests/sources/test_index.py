@@ -32,7 +32,7 @@ from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files
 from dataservice.sources.formats.webdataset_tar import WebDatasetTar
 from dataservice.sources.index import IndexSummary, build_index
-from dataservice.sources.index_folder import MANIFEST, part_name
+from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
 from dataservice.sources.index_part import read_record
 from dataservice.sources.manifest import MediaCounts
 from dataservice.sources.part_reader import read_part
@@ -161,7 +161,6 @@ def test_an_interrupted_run_is_taken_up_where_it_ended(
             progress=interrupt,
         )
     assert len(list(index.glob("part-*"))) == 1
-    assert len(json.loads((index / SUMS).read_text())["sha256"]) == 1
     counting.measured = 0
     summary = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
     assert (summary.files_reused, counting.measured, summary.rows) == (1, 8, 11)
@@ -210,9 +209,36 @@ def test_rows_of_kept_parts_are_read_again_only_under_other_limits(
 
     monkeypatch.setattr(index, "read_part", noted)
     fewer = DecodeLimits(max_media_items=7)
-    runs = (DEFAULT_LIMITS, DEFAULT_LIMITS, fewer, fewer)
-    assert [run(limits) for limits in runs] == [0, 0, 3, 0]
+    runs = (DEFAULT_LIMITS, DEFAULT_LIMITS, DEFAULT_LIMITS, fewer, fewer)
+    assert [run(limits) for limits in runs] == [0, 3, 0, 3, 0]
     assert counting.measured == 12
+
+
+def test_sums_that_cannot_be_written_cost_time_alone(
+    tmp_path: Path,
+    shards: SourceSpec,
+    counting: Counting,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "index" / "shards"
+    build = partial(
+        build_index, shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting
+    )
+
+    @contextlib.contextmanager
+    def full(folder: IndexFolder, name: str) -> Iterator[Any]:
+        with replace_file(folder, name) as stream:
+            yield stream
+            if name == SUMS:
+                raise OSError("the disk is full")
+
+    replace_file = IndexFolder.replace
+    monkeypatch.setattr(IndexFolder, "replace", full)
+    first = build()
+    assert build().fingerprint == first.fingerprint
+    assert "will read all rows again: the disk is full" in caplog.text
+    assert not (folder / SUMS).exists()
 
 
 @pytest.mark.parametrize("sums", ["kept", "", "[]", "{}", '{"sha256": 7}', '{"judged_by": []}'])
@@ -221,7 +247,10 @@ def test_a_part_with_other_rows_than_it_says_is_written_again(
 ) -> None:
     first = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
     folder = tmp_path / "index" / "shards"
-    if sums != "kept":
+    if sums == "kept":
+        build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+        assert len(json.loads((folder / SUMS).read_text())["sha256"]) == 3
+    else:
         (folder / SUMS).write_text(sums)
     part = folder / part_name("0.tar")
     other_rows(part)
