@@ -4,7 +4,7 @@ sample of a step lies in another one, so that they are chosen and sent without a
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,8 @@ _FAR = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SampleFiles(Sequence[tuple[str, str]]):
-    """k files by number; as a sequence, the (source, path) of each.
+class SampleFiles:
+    """k files by number.
 
     The source of file i is `sources[source[i]]`, int[k]. `paths` uint64[words] are the files' paths
     in UTF-8 end to end, of `path_bytes` int[k] each, every one filled up with zeros to whole words
@@ -93,20 +93,8 @@ class SampleFiles(Sequence[tuple[str, str]]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(self.named())
-
-    @overload
-    def __getitem__(self, place: int) -> tuple[str, str]: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[tuple[str, str]]: ...
-    def __getitem__(self, place: int | slice) -> tuple[str, str] | list[tuple[str, str]]:
-        if isinstance(place, slice):
-            return self.only(np.arange(len(self))[place]).named()
-        return self.only(np.array([range(len(self))[place]])).named()[0]
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self.named() == list(other)
+        return isinstance(other, SampleFiles) and self.named() == other.named()
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:

@@ -94,8 +94,7 @@ class ProgressView:
     ) -> None:
         step, _ = now
         try:
-            behind, masked = await in_counting(_recorded, self._store, attempt, step)
-            progress = await in_counting(_progress, setup, step, behind, masked)
+            progress = await in_counting(_counted, self._store, setup, attempt, step)
         except ServiceError as error:
             log.warning("its progress was not counted: %s", error, extra=attempt.about)
             return
@@ -103,6 +102,10 @@ class ProgressView:
             log.exception("its progress was not counted", extra=attempt.about)
             return
         known.at, known.progress = now, progress
+
+
+def _counted(store: StateStore, setup: JobSetup, attempt: Attempt, step: int) -> JobProgress:
+    return _progress(setup, step, *_recorded(store, attempt, step))
 
 
 def _recorded(store: StateStore, attempt: Attempt, step: int) -> tuple[Cursor, Mapping[str, int]]:

@@ -90,6 +90,7 @@ class GrpcWorkerLink:
         self._keepalive = keepalive
         self._threads = threads
         self._lines: dict[str, _Line] = {}
+        self._idle: list[_Line] = []  # to be closed
         self._waiting: dict[str, _Waiting] = {}  # for an order, by address
 
     async def order(
@@ -216,8 +217,8 @@ class GrpcWorkerLink:
 
     async def close(self) -> None:
         """Close all channels; calls in flight are cancelled."""
-        lines, self._lines = self._lines, {}
-        for line in lines.values():
+        lines, self._lines, self._idle = [*self._lines.values(), *self._idle], {}, []
+        for line in lines:
             await line.channel.close()
 
     async def _answers(self, worker: WorkerInfo) -> bool:
@@ -234,11 +235,11 @@ class GrpcWorkerLink:
 
     @contextlib.asynccontextmanager
     async def _stub(self, worker: WorkerInfo) -> AsyncIterator["worker_pb2_grpc.WorkerAsyncStub"]:
-        line, idle = self._line(worker.address)
+        line = self._line(worker.address)
         line.calls += 1
         try:
-            for each in idle:
-                await each.channel.close()
+            while self._idle:
+                await self._idle.pop().channel.close()
             yield line.stub
         except grpc.aio.AioRpcError as error:
             if not is_unreachable(error):
@@ -257,20 +258,19 @@ class GrpcWorkerLink:
                     del self._lines[worker.address]
                 await line.channel.close()
 
-    def _line(self, address: str) -> tuple[_Line, list[_Line]]:
-        """The line to an address; and if it is a new one, those that are idle, to be closed: no
-        call can find them any more."""
-        line, idle = self._lines.get(address), list[_Line]()
+    def _line(self, address: str) -> _Line:
+        line = self._lines.get(address)
         if line is None or line.lost:
-            idle = self._drop_idle()
+            self._set_idle_aside()
             line = self._lines[address] = _Line(channel=self._channel(address))
-        return line, idle
+        return line
 
-    def _drop_idle(self) -> list[_Line]:
+    def _set_idle_aside(self) -> None:
+        """No call finds an idle line any more: the next one closes it."""
         before_s = time.monotonic() - IDLE_S
         lines = self._lines.items()
         idle = [at for at, line in lines if not line.calls and line.idle_since_s < before_s]
-        return [self._lines.pop(at) for at in idle]
+        self._idle += map(self._lines.pop, idle)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         options = channel_options(MESSAGE_LIMIT_BYTES, self._keepalive)

@@ -11,7 +11,7 @@ run: the manifest lists it with its reason.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,7 +35,7 @@ from dataservice.sources.manifest import (
     Recipe,
     SkippedSample,
 )
-from dataservice.sources.part_reader import read_part, read_tokens
+from dataservice.sources.part_reader import read_tokens, require_whole
 from dataservice.sources.part_sums import PartSums
 from dataservice.sources.reasons import ReasonCount, by_wording, reason_lines
 from dataservice.sources.shared_indexing import (
@@ -121,7 +121,7 @@ def build_index(
     _require_apart(spec, folder, files)
     folder.create()
     sums = PartSums(folder, limits)
-    records = dict(_current_parts(folder, files, recipe, limits, sums))
+    records = dict(_current_parts(folder, files, recipe, sums))
     sums.write()
     reused = len(records)
     task = IndexTask(
@@ -202,12 +202,11 @@ def _current_parts(
     folder: IndexFolder,
     files: Sequence[SourceFile],
     recipe: Recipe,
-    limits: DecodeLimits,
     sums: PartSums,
 ) -> Iterator[tuple[str, PartRecord]]:
     """By name, files that have a whole part, made from these very bytes by this very recipe."""
     for file in files:
-        if record := _current(folder, part_name(file.name), file, recipe, limits, sums):
+        if record := _current(folder, part_name(file.name), file, recipe, sums.require_whole):
             yield file.name, record
 
 
@@ -217,12 +216,16 @@ def _left_pieces(
     """By name, files of which an earlier run has left pieces, made from these very bytes by this
     very recipe: those that are whole, in their order, and none twice."""
     pieces = folder.pieces() if files else {}
+
+    def require(name: str, record: PartRecord) -> None:
+        require_whole(folder, record, limits, name)
+
     for file in files:
         found: dict[FilePiece, PartRecord] = {}
         behind = 0
         for piece in pieces.get(part_name(file.name), ()):
             if behind <= piece.start < piece.end <= file.size_bytes and (
-                record := _current(folder, piece_name(file.name, piece), file, recipe, limits)
+                record := _current(folder, piece_name(file.name, piece), file, recipe, require)
             ):
                 found[piece], behind = record, piece.end
         if found:
@@ -234,21 +237,16 @@ def _current(
     name: str,
     file: SourceFile,
     recipe: Recipe,
-    limits: DecodeLimits,
-    sums: PartSums | None = None,
+    require: Callable[[str, PartRecord], None],
 ) -> PartRecord | None:
-    """What a part or piece says of itself, if it is whole, and of this very file and recipe. Of one
-    that the `sums` vouch for the rows are not read."""
+    """What a part or piece says of itself, if it is of this very file and recipe, and whole, as is
+    then required of it."""
     try:
         with folder.open(name) as stream:
             record = read_record(stream)
         if record is None or record.recipe != recipe or record.file != IndexedFile.of(file):
             return None
-        if sums is None or not sums.vouch_for(name):
-            for _ in read_part(folder, record, limits, name):
-                pass
-            if sums is not None:
-                sums.add(name)
+        require(name, record)
     except (FileNotFoundError, IndexStaleError):
         return None
     return record

@@ -75,6 +75,12 @@ def read_part(
         raise IndexStaleError(_damaged(folder, name, "holds other samples than its manifest says"))
 
 
+def require_whole(folder: IndexFolder, record: PartRecord, limits: DecodeLimits, name: str) -> None:
+    """Read every row of a part. Raises as `read_part` does."""
+    for _ in read_part(folder, record, limits, name):
+        pass
+
+
 def part_lengths(
     folder: IndexFolder, record: PartRecord, limits: DecodeLimits
 ) -> list[Callable[[], Sequence[LengthRecords]]]:

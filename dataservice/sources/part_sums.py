@@ -15,13 +15,14 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import version
 
 from dataservice.core import distribution
 from dataservice.core.errors import SourceError
 from dataservice.core.limits import DecodeLimits
 from dataservice.sources.index_folder import IndexFolder
+from dataservice.sources.manifest import PartRecord
+from dataservice.sources.part_reader import require_whole
 
 SUMS = "sums.json"
 _BLOCK_BYTES = 2**20
@@ -35,28 +36,21 @@ class PartSums:
 
     def __init__(self, folder: IndexFolder, limits: DecodeLimits) -> None:
         """Raises SourceError where the folder cannot be read."""
-        self._folder = folder
+        self._folder, self._limits = folder, limits
         # What makes a part whole may be another matter to another release, or under other limits.
         self._judged_by = [version(distribution.NAME), repr(limits)]
         self._recorded = self._read()
         self._whole: dict[str, str] = {}
         self._written_s = time.monotonic()
 
-    def vouch_for(self, name: str) -> bool:
-        """Whether a part has the bytes of one that was whole. Reads it, where a sum is known.
-        Raises FileNotFoundError where there is no such part."""
-        recorded = self._recorded.get(name)
-        whole = recorded is not None and self._sum(name) == recorded
-        if recorded is not None and whole:
-            self._whole[name] = recorded
-        return whole
-
-    def add(self, name: str) -> None:
-        """Every row of a part was read, and it is whole. Now and then all that are known are
-        written down, for a run that goes on behind this one. Raises SourceError where the folder
-        cannot be read."""
-        with suppress(FileNotFoundError):  # another run may have removed it
-            self._whole[name] = self._sum(name)
+    def require_whole(self, name: str, record: PartRecord) -> None:
+        """Raises IndexStaleError unless a part is whole, and the one that its record describes; its
+        rows are read only where it has not the bytes of one that was. Now and then all that are
+        known are written down, for a run that goes on behind this one."""
+        found = self._sum(name)
+        if found != self._recorded.get(name):
+            require_whole(self._folder, record, self._limits, name)
+        self._whole[name] = found
         if time.monotonic() - self._written_s > _WRITE_EVERY_S:
             self._write(self._recorded | self._whole)
 

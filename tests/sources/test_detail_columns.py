@@ -129,7 +129,7 @@ def require_alike(file: DetailFile, rows: Rows, wanted: list[int]) -> None:
     ids, file_of = np.array(wanted, np.int64), np.array([k * 7 % 3 for k in wanted], np.int32)
     own = [rows[k] for k in wanted]
     columns = file.columns(ids, file_of, FILES)
-    told = [as_read(rows[k], k, FILES[k * 7 % 3]) for k in wanted]
+    told = [as_read(rows[k], k, FILES.named()[k * 7 % 3]) for k in wanted]
     assert columns.samples() == told
     assert all(getattr(columns, name).dtype.kind == "i" for name in NUMBERS)
     assert columns.crc32.dtype == np.int64

@@ -25,7 +25,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import ItemKind, RawSample, SampleLengths
-from dataservice.sources import index, index_files, shared_indexing
+from dataservice.sources import index, index_files, part_reader, shared_indexing
 from dataservice.sources.catalog import find_index
 from dataservice.sources.checksum import sample_checks
 from dataservice.sources.formats.protocol import ScannedSample
@@ -207,7 +207,7 @@ def test_rows_of_kept_parts_are_read_again_only_under_other_limits(
         build_index(shards, out_dir=out_dir, make_measurer=lambda: counting, limits=limits)
         return len(read)
 
-    monkeypatch.setattr(index, "read_part", noted)
+    monkeypatch.setattr(part_reader, "read_part", noted)
     fewer = DecodeLimits(max_media_items=7)
     runs = (DEFAULT_LIMITS, DEFAULT_LIMITS, DEFAULT_LIMITS, fewer, fewer)
     assert [run(limits) for limits in runs] == [0, 3, 0, 3, 0]
