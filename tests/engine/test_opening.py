@@ -71,21 +71,28 @@ async def test_submissions_that_hang_leave_a_thread_to_jobs_that_are_there(held:
 
 
 async def test_what_nobody_asked_for_begins_only_in_a_thread_that_is_free(held: Held):
-    openings = Openings(at_once=AT_ONCE)
+    openings, asked = Openings(at_once=AT_ONCE), Held()
 
     async def beside(job: str) -> str:
         async with openings.gap(job):
             await asyncio.sleep(0)  # as one who sets a job up in a task of its own
             return await openings.run_registered(job, held.work(job))
 
-    first = [asyncio.create_task(beside(f"beside-{k}")) for k in range(AT_ONCE + 3)]
+    jobs = [f"beside-{k}" for k in range(AT_ONCE + 3)]
+    tasks = [asyncio.create_task(beside(job)) for job in jobs]
     await until(lambda: len(held.begun) == AT_ONCE)
-    asked = [asyncio.create_task(openings.run("", held.work(f"asked-{k}"))) for k in range(5)]
+    tasks += [
+        asyncio.create_task(openings.run_registered(job, asked.work(job)))
+        for job in [f"asked-{k}" for k in range(5)]
+    ]
     await settled()
     held.go.set()
-    await asyncio.gather(*first, *asked)
-    in_order = [name.partition("-")[0] for name in held.begun]
-    assert in_order == ["beside"] * AT_ONCE + ["asked"] * 5 + ["beside"] * 3
+    await until(lambda: len(asked.begun) == AT_ONCE)
+    await settled()
+    assert len(held.begun) == AT_ONCE
+    asked.go.set()
+    await asyncio.gather(*tasks)
+    assert sorted(held.begun) == jobs
 
 
 async def test_a_gap_is_not_for_a_team_that_has_as_many_threads_as_it_may(held: Held):
