@@ -26,7 +26,7 @@ class Commits:
         self._records = records
         self._metrics = metrics
         self._skips = skips
-        self._measured_s: dict[int, float] = {}
+        self._measured_s: dict[int, list[float]] = {}
         self._phases: dict[int, _Phases] = {}
         self._writing: SharedWork[None] = SharedWork()
         self.through_step = attempt.trained_step
@@ -58,10 +58,12 @@ class Commits:
 
     async def _write(self, trained: int) -> None:
         """Every rank has trained this step."""
-        slowest_s = self._measured_s.pop(trained, None)
+        measured_s = self._measured_s.pop(trained, [])
+        slowest_s = max(measured_s, default=None)
         predicted = await in_store(self._records.trained, trained, slowest_s)
         self.through_step = trained
         self._metrics.step_committed(self._attempt.job)
+        self._metrics.ranks_measured(self._attempt.job, measured_s)
         phases = self._phases.pop(trained, None)
         if phases is not None:
             self._metrics.step_phases(
@@ -71,8 +73,7 @@ class Commits:
             )
 
     def _note_seconds(self, step: int, measured_s: float, phase_s: Mapping[str, float]) -> None:
-        self._metrics.rank_measured(self._attempt.job, measured_s)
-        self._measured_s[step] = max(measured_s, self._measured_s.get(step, 0.0))
+        self._measured_s.setdefault(step, []).append(measured_s)
         if phase_s:
             self._phases.setdefault(step, _Phases()).add(phase_s)
 

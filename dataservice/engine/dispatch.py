@@ -337,10 +337,11 @@ class Dispatcher:
         Raises the reason where a pack cannot be had, WorkerLostError where no worker is there.
         """
         step.asked = True
-        held = step.holder[packs]
-        astray = [*step.reachability.avoided_by(rank), *self._balancer.silent]
-        at_hand = ({-1} | step.numbers_of(astray)).isdisjoint(held.tolist())  # they are few
-        if at_hand and not (failed or slow):
+        held, astray = step.holder[packs], {-1}
+        if self._balancer.silent or not step.reachability.holds:
+            names = [*step.reachability.avoided_by(rank), *self._balancer.silent]
+            astray |= step.numbers_of(names)  # they are few
+        if not (failed or slow) and astray.isdisjoint(held.tolist()):
             return held
         wanted, patient = np.unique(packs), bool(failed or slow)
         if slow:

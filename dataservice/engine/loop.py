@@ -197,7 +197,8 @@ class AttemptLoop:
     ) -> RankShard | SkippedSteps | EndOfData:
         """This rank's part of a step, as soon as it is planned, with a ticket for the `wanted`
         bytes; of a step that is skipped, which comes next."""
-        await self._note_received(claim, received_step)
+        if self._has_received(claim, received_step):
+            await self._take_received()
         if self._skips.record(step) is not None:
             return SkippedSteps(next_step=self._skips.next_trained(step))
         ready = await self._wait_for(step)
@@ -242,7 +243,8 @@ class AttemptLoop:
         planned the step, StateError, which ends the attempt, where the store cannot be written."""
         if step > self._recorded:
             raise NotFoundError(self._never_handed_out(step))
-        await self._note_received(claim, step)
+        if self._has_received(claim, step):
+            await self._take_received()
         try:
             await self._commits.note(claim, step, measured_s, phase_s)
         except StateError as error:
@@ -403,11 +405,16 @@ class AttemptLoop:
         most = self._setup.ready_steps
         await self._window.wait_until(lambda: self._ahead() < most and self._releasing < most)
 
-    async def _note_received(self, claim: Claim, received_step: int) -> None:
+    def _has_received(self, claim: Claim, received_step: int) -> bool:
+        """Note it; whether every rank has received more now, as nearly no call of a rank finds."""
         # A client may claim anything; the window moves only by steps that were planned.
-        claim.received_step = max(claim.received_step, min(received_step, self._recorded))
-        if not self._window.has_received:
-            return  # as nearly every call of a rank finds
+        received = min(received_step, self._recorded)
+        if received <= claim.received_step:
+            return False
+        claim.received_step = received
+        return self._window.has_received
+
+    async def _take_received(self) -> None:
         for ready in await self._window.take_received():
             self._releasing += 1
             self._background(asyncio.create_task(self._release(ready)))

@@ -66,6 +66,11 @@ class Reachability:
                 extra=self._about,
             )
 
+    @property
+    def holds(self) -> bool:
+        """Whether no path is broken, as nearly always."""
+        return not self._broken
+
     def avoided_by(self, rank: int) -> set[str]:
         """The workers that the rank is not to be sent to. O(workers that some rank avoids)."""
         return {worker for worker, ranks in self._broken_now.items() if self._avoids(rank, ranks)}

@@ -7,7 +7,7 @@ series of a deleted job and of a lost worker are dropped.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -272,9 +272,11 @@ class PrometheusMetrics:
         self._drift_of[job, phase] = before + DRIFT_WEIGHT * (ratio - before)
         return self._drift_of[job, phase]
 
-    def rank_measured(self, job: str, measured_s: float) -> None:
-        """Observe one rank's time of one step."""
-        self._series(self._measured_rank_s, job).observe(measured_s)
+    def ranks_measured(self, job: str, measured_s: Sequence[float]) -> None:
+        """Observe each rank's time of one step."""
+        observe = self._series(self._measured_rank_s, job).observe
+        for seconds in measured_s:
+            observe(seconds)
 
     def waited_most(self, job: str, rank: int, step_s: float) -> None:
         """Set the rank and its seconds."""

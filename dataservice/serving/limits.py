@@ -5,8 +5,9 @@ no field costs more than it needs. A field that is not listed has the smallest b
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from dataservice.core.errors import SpecError
@@ -38,16 +39,18 @@ class Limits:
     """Calls of one team that may be open at once; a rank has one for its session and waits in one
     or two more."""
 
-    @property
-    def least(self) -> int:
-        """The smallest bound of a text or list."""
-        return min(self.text_bytes, self.entries, *self.texts_bytes.values())
+    least: int = field(init=False)
+    """The smallest bound of a text or list."""
+
+    def __post_init__(self) -> None:
+        least = min(self.text_bytes, self.entries, *self.texts_bytes.values())
+        object.__setattr__(self, "least", least)
 
 
 def require_within(request: Message, limits: Limits) -> None:
     """Raises SpecError where a part of the request is too large."""
     # No part of a request is larger than all of it, and an entry takes a byte at least.
-    if request.ByteSize() <= limits.least and "world_size" not in request.DESCRIPTOR.fields_by_name:
+    if request.ByteSize() <= limits.least and not _names_ranks(request.DESCRIPTOR):
         return
     for descriptor, value in request.ListFields():
         name = descriptor.name
@@ -67,6 +70,12 @@ def require_within(request: Message, limits: Limits) -> None:
                     require_within(part, limits)
         elif name == "world_size":
             _require(name, "ranks", value, limits.ranks)
+
+
+@cache
+def _names_ranks(messages: Descriptor) -> bool:
+    """Whether messages of this type have a world size. Rank by rank it would be looked up anew."""
+    return "world_size" in messages.fields_by_name
 
 
 def _require(name: str, unit: str, seen: int, most: int) -> None:

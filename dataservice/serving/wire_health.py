@@ -46,7 +46,9 @@ def phases_from_proto(message: Trained) -> dict[str, float]:
             "taken. Leave phase_s out, or send what StepResult.phase_s holds."
         )
     known: dict[str, float] = {}
-    for name, seconds in message.phase_s.items():
+    given = message.phase_s
+    for name in given:  # its items are found by code in Python
+        seconds = given[name]
         _require_seconds(seconds, "phase %r of step %d", name[:40], message.step)
         phase = OLDER_PHASES.get(name, name)
         if phase in PHASES:
