@@ -15,9 +15,10 @@ from functools import lru_cache
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from dataservice_proto.columns import TICKET, TicketColumns, packed
+from dataservice_proto.columns import TICKET, TICKET_FIELDS, TicketColumns, packed
 
 from dataservice.core.errors import TicketError
+from dataservice.core.field_bytes import BYTES, fields, head_of
 from dataservice.core.orders import PackKey, PartSpec, Ticket, UnitRange
 
 
@@ -39,13 +40,20 @@ def prove(ticket: Ticket, worker: str, key: bytes) -> bytes:
 
 def sign_ticket(ticket: Ticket, secret: bytes) -> Ticket:
     """The same ticket with its signature (HMAC-SHA256 over all but the addresses)."""
-    return replace(ticket, signature=_signature(_signed(ticket), ticket.columns, secret))
+    return replace(ticket, signature=_signature(_signed(ticket), written_of(ticket), secret))
 
 
-def signed_ticket(secret: bytes, columns: Mapping[str, bytes], **more: Any) -> Ticket:
+def signed_ticket(secret: bytes, written: bytes, **more: Any) -> Ticket:
     """A signed ticket of all its fields, made once: of thousands a step, a copy is felt."""
-    signature = _signature(_signed_of(more), columns, secret)
-    return Ticket(columns=columns, signature=signature, **more)
+    signature = _signature(_signed_of(more), written, secret)
+    return Ticket(written=written, signature=signature, **more)
+
+
+def written_of(ticket: Ticket) -> bytes:
+    """The ticket's columns as fields of a message, in the order of TICKET; those that are empty
+    have none."""
+    given = ticket.columns
+    return ticket.written or b"".join(fields(_HEADS, {name: given[name] for name in _HEADS}))
 
 
 def check_ticket(
@@ -53,7 +61,7 @@ def check_ticket(
 ) -> None:
     """Raises TicketError where the ticket is forged, expired, for another worker, or not shown by
     its holder."""
-    expected = _signature(_signed(ticket), ticket.columns, secret)
+    expected = _signature(_signed(ticket), written_of(ticket), secret)
     if not hmac.compare_digest(expected, ticket.signature):
         raise TicketError(
             "the ticket's signature is not this service's. Ask the coordinator for the shard "
@@ -142,10 +150,9 @@ def _transposed(rows: Sequence[tuple[int, ...]], columns: int) -> list[list[int]
     return [[row[k] for row in rows] for k in range(columns)]
 
 
-def _signature(signed: tuple[object, ...], columns: Mapping[str, bytes], secret: bytes) -> bytes:
-    rows = [columns[name] for name in _COLUMNS]
+def _signature(signed: tuple[object, ...], written: bytes, secret: bytes) -> bytes:
     signing = _keyed(secret).copy()
-    signing.update(b"".join([repr((*signed, *map(len, rows))).encode(), *rows]))
+    signing.update(repr(signed).encode() + written)  # a tuple ends where its bracket closes
     return signing.digest()
 
 
@@ -155,7 +162,7 @@ def _keyed(secret: bytes) -> hmac.HMAC:
     return hmac.new(secret, digestmod="sha256")
 
 
-_COLUMNS = tuple(column.name for column in TICKET)
+_HEADS = {column.name: head_of(TICKET_FIELDS[column.name], BYTES) for column in TICKET}
 _SIGNED = (
     *("job", "step", "plan_digest", "rank", "holder"),
     *("expires_unix_s", "workers", "tensors", "sequences", "parts"),

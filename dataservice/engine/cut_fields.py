@@ -7,7 +7,7 @@ each would be an object, made only to be joined with the others; so they are cop
     column 1   dd|eee|…      message 1   head 2 bb   head 3 eee …
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -17,6 +17,32 @@ from numpy.typing import NDArray
 
 from dataservice.core.field_bytes import BYTES, head_of
 
+
+class CutWhenAsked(Mapping[str, bytes]):
+    """The columns of one message by name, cut when one is asked for: most are sent as they were
+    written for all at once."""
+
+    __slots__ = ("_cut", "_found")
+
+    def __init__(self, cut: Callable[[], dict[str, bytes]]) -> None:
+        self._cut = cut
+        self._found: dict[str, bytes] | None = None
+
+    def _all(self) -> dict[str, bytes]:
+        if self._found is None:
+            self._found = self._cut()
+        return self._found
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
 _GIVEN = types.Array(types.uint8, 1, "C", readonly=True)  # as bytes are
 
 
@@ -24,7 +50,7 @@ def cut_fields(
     numbered: Sequence[int], columns: Sequence[bytes], begins: Sequence[NDArray[np.int64]]
 ) -> list[bytes]:
     """Fields of bytes of n messages: the r-th has of the k-th column the bytes from `begins[k][r]`
-    to `begins[k][r + 1]`, of int64[n+1], in the field of its number. A column that is empty has no
+    to `begins[k][r + 1]`, of int64[n+1], in the field of its number. Of what is empty there is no
     field. O(bytes + columns · n) of these messages."""
     some = [k for k, column in enumerate(columns) if column]
     if not some:
@@ -70,11 +96,13 @@ def _written(
     end = 0
     for message in range(messages):
         for kind in range(kinds):
+            start, stop = begins[kind, message], begins[kind, message + 1]
+            size = stop - start
+            if size == 0:
+                continue
             for byte in range(head_begins[kind], head_begins[kind + 1]):
                 written[end] = heads[byte]
                 end += 1
-            start, stop = begins[kind, message], begins[kind, message + 1]
-            size = stop - start
             while size >= 0x80:  # seven bits a byte, and whether another comes
                 written[end] = size & 0x7F | 0x80
                 size >>= 7

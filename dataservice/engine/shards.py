@@ -7,8 +7,9 @@ bytes between two offsets of each column, see `dataservice_proto.columns`. Ranks
 the same microbatches; what differs is which of their bytes each may fetch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from dataservice.core.layout import counts_between, expanded, sample_starts
 from dataservice.core.orders import EVERYTHING, ShardColumns, WantedParts
 from dataservice.core.plan import StepPlan
 from dataservice.core.sample import ItemNotes, Modality
-from dataservice.engine.cut_fields import cut_fields
+from dataservice.engine.cut_fields import CutWhenAsked, cut_fields
 from dataservice.planning.pieces import item_numbers, unit_counts
 from dataservice.planning.routes import (
     ByPhase,
@@ -87,31 +88,6 @@ class _Written(NamedTuple):
 
     waves: list[bytes]
     phases: list[bytes]
-
-
-class _Rows(Mapping[str, bytes]):
-    """The columns of one replica by name, cut when one is asked for: most ranks are sent them as
-    they were written for all at once."""
-
-    __slots__ = ("_cut", "_left_out", "_parts", "_replica")
-
-    def __init__(self, parts: StepParts, replica: int, left_out: Sequence[str]) -> None:
-        self._parts, self._replica, self._left_out = parts, replica, left_out
-        self._cut: dict[str, bytes] | None = None
-
-    def _all(self) -> dict[str, bytes]:
-        if self._cut is None:
-            self._cut = self._parts.shard.of(self._replica) | dict.fromkeys(self._left_out, b"")
-        return self._cut
-
-    def __getitem__(self, name: str) -> bytes:
-        return self._all()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
 
 
 def cut_step(plan: StepPlan, notes: ItemNotes | None = None) -> StepParts:
@@ -182,9 +158,13 @@ def columns_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING)
         waves=plan.waves,
         replicas=plan.replicas,
         rings=parts.rings,
-        columns=_Rows(parts, replica, () if encodes else _OF_PHASES),
+        columns=CutWhenAsked(partial(_rows_of, parts, replica, () if encodes else _OF_PHASES)),
         written=(written.waves[replica], written.phases[replica] if encodes else b""),
     )
+
+
+def _rows_of(parts: StepParts, replica: int, left_out: Sequence[str]) -> dict[str, bytes]:
+    return parts.shard.of(replica) | dict.fromkeys(left_out, b"")
 
 
 def packs_of(parts: StepParts, replica: int, wanted: WantedParts = EVERYTHING) -> NDArray[np.int32]:

@@ -7,7 +7,8 @@ rows of `MADE_AT_ONCE` replicas are made when the first of them asks, in one pas
 for which a pack has moved meanwhile has its own made anew.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.layout import counts_between, sample_starts
 from dataservice.core.orders import WantedParts
-from dataservice.engine.cut_fields import cut_fields
+from dataservice.engine.cut_fields import CutWhenAsked, cut_fields
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.shards import StepParts
 from dataservice.planning.kernels.sort import group_stable
@@ -40,7 +41,7 @@ class TicketRows(NamedTuple):
     addresses: tuple[str, ...]
     sequences: int
     parts: int
-    columns: dict[str, bytes]
+    columns: Mapping[str, bytes]
     written: bytes
 
 
@@ -98,7 +99,6 @@ class StepTickets:
         ):
             columns[name] = places[mine].astype(kind).tobytes()
             rows[name] = sample_starts(count) * int(kind[-1])
-        cut = [_cut(columns[name], rows[name]) for name in _NAMES]
         written = cut_fields(
             _FIELDS, [columns[name] for name in _NAMES], [rows[name] for name in _NAMES]
         )
@@ -111,11 +111,11 @@ class StepTickets:
                 addresses=addresses,
                 sequences=sequences,
                 parts=parts_of_items,
-                columns=dict(zip(_NAMES, of, strict=True)),
+                columns=CutWhenAsked(partial(_row, columns, rows, place)),
                 written=row,
             )
-            for own, (workers, addresses), (sequences, parts_of_items), of, row in zip(
-                owners, found, counts.tolist(), zip(*cut, strict=True), written, strict=True
+            for place, (own, (workers, addresses), (sequences, parts_of_items), row) in enumerate(
+                zip(owners, found, counts.tolist(), written, strict=True)
             )
         ]
 
@@ -148,6 +148,13 @@ def _wanted_columns(
             columns[name] = b""
             begins[name] = np.zeros(len(replicas) + 1, np.int64)
     return columns, begins
+
+
+def _row(
+    columns: Mapping[str, bytes], begins: Mapping[str, NDArray[np.int64]], place: int
+) -> dict[str, bytes]:
+    at = {name: begins[name][place : place + 2].tolist() for name in _NAMES}
+    return {name: columns[name][start:stop] for name, (start, stop) in at.items()}
 
 
 def _cut(column: bytes, begins: NDArray[Any]) -> list[bytes]:

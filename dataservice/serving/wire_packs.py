@@ -46,6 +46,7 @@ from dataservice.core.sample_columns import (
 )
 from dataservice.core.sample_files import SampleFiles
 from dataservice.core.team import TeamShare
+from dataservice.core.tickets import written_of
 from dataservice.serving.status_codes import error_named
 
 
@@ -304,7 +305,7 @@ def ticket_parts(ticket: Ticket) -> list[bytes]:
         ),
         *texts(_TICKET["workers"], ticket.workers),
         *fields(_TICKET, {"holder": ticket.holder.encode(), "signature": ticket.signature}),
-        *([ticket.written] if ticket.written else fields(_TICKET, ticket.columns)),
+        written_of(ticket),
     ]
 
 
