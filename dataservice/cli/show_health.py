@@ -32,7 +32,11 @@ def worst(jobs: Sequence[Diagnosed]) -> Severity:
 def health_json(health: ServiceHealth, *, indent: int | None = 2) -> str:
     """The whole health as one object; on one line without `indent`."""
     jobs = [
-        {**asdict(each.health), "findings": [asdict(found) for found in each.findings]}
+        {
+            **asdict(each.health),
+            "ranks": [rank._asdict() for rank in each.health.ranks],
+            "findings": [asdict(found) for found in each.findings],
+        }
         for each in health.jobs
     ]
     plain = {"jobs": jobs, "fleet": asdict(health.fleet), "troubles": health.troubles}

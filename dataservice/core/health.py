@@ -5,7 +5,7 @@ those of reading and decoding are seconds of slots.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dataservice.core.orders import StorageOutage
 
@@ -13,12 +13,13 @@ Severity = Literal["info", "slow", "stalled"]
 """info: as it should be. slow: trainers lose time. stalled: nothing moves until someone acts."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankHealth:
+class RankHealth(NamedTuple):
     """One rank. `wait_s` are the seconds that its training waited for data, mean of its last steps;
     `quiet_s` the seconds since its last report, until now or until its client left.
     `received_step` and `committed_step` are the last that it has received and trained;
-    `untrained_steps` is how many it has begun while it has trained none of the attempt."""
+    `untrained_steps` is how many it has begun while it has trained none of the attempt.
+
+    A tuple, as thousands are made each time that someone looks."""
 
     rank: int
     client: str

@@ -114,7 +114,7 @@ def health_from_proto(message: coordinator_pb2.GetHealthResponse) -> ServiceHeal
 
 def _job_to_proto(job: Diagnosed) -> coordinator_pb2.JobHealth:
     plain = _values(job.health)
-    plain["ranks"] = [coordinator_pb2.RankHealth(**_values(rank)) for rank in job.health.ranks]
+    plain["ranks"] = [coordinator_pb2.RankHealth(**rank._asdict()) for rank in job.health.ranks]
     plain["sources"] = [
         coordinator_pb2.SourceHealth(**_values(source)) for source in job.health.sources
     ]
@@ -129,7 +129,10 @@ def _job_to_proto(job: Diagnosed) -> coordinator_pb2.JobHealth:
 def _job_from_proto(message: coordinator_pb2.JobHealth) -> Diagnosed:
     plain = _fields(message, JobHealth)
     plain["missing_ranks"] = tuple(message.missing_ranks)
-    plain["ranks"] = tuple(RankHealth(**_fields(rank, RankHealth)) for rank in message.ranks)
+    plain["ranks"] = tuple(
+        RankHealth(**{name: getattr(rank, name) for name in RankHealth._fields})
+        for rank in message.ranks
+    )
     plain["sources"] = tuple(
         SourceHealth(**_fields(source, SourceHealth)) for source in message.sources
     )

@@ -19,6 +19,7 @@ from dataservice.engine.planner import plan_step
 from dataservice.engine.ready_step import TICKET_LIFE_S, CommonPart, RankShards, ReadyStep
 from dataservice.engine.shards import cut_step, packs_of
 from dataservice.engine.ticket_rows import StepTickets
+from dataservice.serving.wire_packs import ticket_from_proto, ticket_to_proto
 from dataservice.serving.wire_shards import shard_answer
 from tests.engine.support import Held, make_setup
 
@@ -94,12 +95,13 @@ def together(shard: RankShard) -> ShardsMade:
 
 
 def opens(shard: RankShard, asked: Asked, clock: SimpleNamespace, after_s: float = 0.0) -> bool:
-    """Whether a rank can use its ticket at each worker that it names."""
+    """Whether a rank can use its ticket, as it is sent, at each worker that it names."""
     key = holder_key(asked.attempt.claims[shard.rank].holder, SECRET)
     assert shard.ticket is not None
-    for worker in shard.ticket.workers:
-        proof, then_s = prove(shard.ticket, worker, key), clock.now_s + after_s
-        check_ticket(shard.ticket, proof, SECRET, worker=worker, now_unix_s=then_s)
+    ticket = ticket_from_proto(ticket_to_proto(shard.ticket))
+    for worker in ticket.workers:
+        proof, then_s = prove(ticket, worker, key), clock.now_s + after_s
+        check_ticket(ticket, proof, SECRET, worker=worker, now_unix_s=then_s)
     return True
 
 
