@@ -32,14 +32,14 @@ from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.setup import index_job
 from dataservice.sources.detail_file import DetailFile
 from dataservice.sources.index_cache import IndexCache
-from dataservice.sources.index_folder import MANIFEST, part_name
+from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
 from dataservice.sources.index_part import ROWS_PER_GROUP, SCHEMA, PartWriter
+from dataservice.sources.length_cells import write_length_cells
 from dataservice.sources.manifest import Manifest
 from dataservice.sources.rows_digest import LOSS_WEIGHT
 from demo.tokenizer import train_tokenizer
 
 SOURCE = "pictures"
-ROWS_A_PART = 1_000_000
 LINE = '{"text": "a fox"}\n'
 TAKEN_UP = 5  # turns of what the cache found
 
@@ -70,7 +70,7 @@ def made_rows(rows: int) -> pa.Table:
     return pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
 
 
-def made_home(home: Path, parts: int) -> Path:
+def made_home(home: Path, parts: int, rows_a_part: int) -> Path:
     """A job file over an index of so many parts."""
     (home / "data").mkdir()
     for number in range(parts):
@@ -90,9 +90,9 @@ def made_home(home: Path, parts: int) -> Path:
     index_job(read_job(job.read_text(), home).jobs[0], custom_processors={})
     folder = home / "index" / SOURCE
     manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), "the manifest")
-    of, table = manifest.parts[0], made_rows(ROWS_A_PART)
+    of, table = manifest.parts[0], made_rows(rows_a_part)
     with open(home / "part", "wb") as stream, PartWriter(stream) as writer:
-        for first in range(0, ROWS_A_PART, ROWS_PER_GROUP):
+        for first in range(0, rows_a_part, ROWS_PER_GROUP):
             writer.write(table.slice(first, ROWS_PER_GROUP))
         made = writer.finish(
             recipe=of.recipe, file=of.file, media=of.media, skipped=of.skipped, long=of.long
@@ -104,7 +104,9 @@ def made_home(home: Path, parts: int) -> Path:
         replace(part, rows=made.rows, identity=made.identity, places=made.places)
         for part in manifest.parts
     )
-    (folder / MANIFEST).write_text(replace(manifest, parts=parts_of).to_json())
+    manifest = replace(manifest, parts=parts_of)
+    write_length_cells(IndexFolder(str(home / "index"), SOURCE), manifest)
+    (folder / MANIFEST).write_text(manifest.to_json())
     return job
 
 
@@ -146,11 +148,14 @@ def located_s(setup: JobSetup) -> float:
     return time.monotonic() - began_s
 
 
-def measured(parts: int, folder: Path, *, first_only: bool = False) -> list[Row]:
-    """The figures of an index of so many million samples; `first_only` does not wait until all of
-    it is read."""
+def measured(
+    samples: int, rows_a_part: int, folder: Path, *, first_only: bool = False
+) -> list[Row]:
+    """The figures of an index of so many samples; `first_only` does not wait until all of it is
+    read."""
     cache = IndexCache(folder / "cache", 2**40)
-    with closing(opened(made_home(folder, parts), cache)) as openings:
+    job = made_home(folder, samples // rows_a_part, rows_a_part)
+    with closing(opened(job, cache)) as openings:
         began_s = time.monotonic()
         read_s, setup = next(openings)
         drawn_s = first_draw_s(setup)
@@ -163,7 +168,7 @@ def measured(parts: int, folder: Path, *, first_only: bool = False) -> list[Row]
             taken_s, setup = next(openings)
             found_s.append(taken_s)
             drawn_again_s.append(first_draw_s(setup))
-    about = f"{setup.catalog.samples:,} samples"
+    about = f"{setup.catalog.samples:,} samples in parts of {rows_a_part:,}"
     first = Row(group="index", what=f"opened first: {about}", figure=read_s, unit="s", limit=5)
     drawn = Row(
         group="index",
@@ -208,11 +213,17 @@ def main(arguments: list[str]) -> int:
     """Measure and print; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--millions", type=int, default=10)
+    parser.add_argument("--rows-a-part", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, help="where the index and the cache may lie")
     parser.add_argument("--first-only", action="store_true", help="do not wait for all of it")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        rows = measured(options.millions, Path(folder), first_only=options.first_only)
+        rows = measured(
+            options.millions * 1_000_000,
+            options.rows_a_part,
+            Path(folder),
+            first_only=options.first_only,
+        )
     print_rows(Console(), "A submitted index", rows)
     return int(any(row.met is False for row in rows))
 

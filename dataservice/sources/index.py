@@ -25,6 +25,7 @@ from dataservice.sources.formats.registry import list_files
 from dataservice.sources.index_files import index_files
 from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name, piece_name
 from dataservice.sources.index_part import read_record
+from dataservice.sources.length_cells import write_length_cells
 from dataservice.sources.manifest import (
     IndexedFile,
     LeftOutFile,
@@ -156,6 +157,7 @@ def build_index(
         left_out=tuple(damaged),
     )
     _require_samples(spec, manifest)
+    write_length_cells(folder, manifest)
     with folder.replace(MANIFEST) as stream:
         stream.write(manifest.to_json().encode())
     folder.remove_others({part_name(part.file.name) for part in manifest.parts})

@@ -2,6 +2,7 @@
 
 INDEX_DIR/SOURCE_NAME/manifest.json          written last: its presence means complete
 INDEX_DIR/SOURCE_NAME/sums.json              see part_sums.py
+INDEX_DIR/SOURCE_NAME/lengths.bin            see length_cells.py
 INDEX_DIR/SOURCE_NAME/part-<digest>.parquet  one per source file, named after a digest of the file's
 name
 INDEX_DIR/SOURCE_NAME/part-<digest>.parquet.<start>-<end>-<records before>

@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import pyarrow as pa
@@ -24,12 +26,14 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.index_part import ROWS_PER_GROUP
+from dataservice.sources.length_cells import LengthCells
 from dataservice.sources.lengths_file import LengthRecords, LengthsFile
 from dataservice.sources.manifest import PartRecord
 from dataservice.sources.part_reader import part_lengths, read_part, read_part_rows
 from dataservice.sources.parts_in_order import READERS, in_order
 
 SHARES = 4 * READERS  # of a few rows, read at once
+ROWS_A_SHARE = 8 * ROWS_PER_GROUP  # of lengths, about: several shares are read at once
 LEAST_ROWS = 64  # of such a share: neighbours of which both need a row group each read it
 
 
@@ -57,13 +61,17 @@ class IndexRows:
 
     def details(self, folder: str | None = None) -> DetailFile:
         """The details of all rows."""
+        known = self._cells()
         return _written(
-            in_order([partial(_part_details, *part, self.limits) for part in self.parts]), folder
+            in_order(
+                [partial(_part_details, *part, known[part[0]], self.limits) for part in self.parts]
+            ),
+            folder,
         )
 
     def lengths(self, folder: str | None = None) -> int:
         """A descriptor of the file of lengths, which the caller closes."""
-        shares = [share for part in self.parts for share in part_lengths(*part, self.limits)]
+        shares = [*self._shares()]
         readers = READERS
         if all(of.is_local for of, _ in self.parts):  # more than computes at once is in the way
             readers = min(READERS, len(os.sched_getaffinity(0)))
@@ -94,6 +102,27 @@ class IndexRows:
             for at in range(0, len(own), each)
         )
         return _written(in_order(shares, ahead=each), folder)
+
+    def _cells(self) -> dict[IndexFolder, LengthCells]:
+        return {folder: LengthCells(folder) for folder in dict.fromkeys(of for of, _ in self.parts)}
+
+    def _shares(self) -> Iterator[Callable[[], Sequence[LengthRecords]]]:
+        """Shares of the lengths, one behind the other; each reads its own."""
+        known = self._cells()
+        cells_of = [known[folder].of(record) for folder, record in self.parts]
+        alike = groupby(
+            zip(self.parts, cells_of, strict=True), key=lambda of: (of[0][0], of[1] is None)
+        )
+        for (folder, unknown), parts in alike:
+            if unknown:
+                for part, _ in parts:
+                    yield from part_lengths(*part, self.limits)
+                continue
+            cells = [cell for _, own in parts for cell in own or ()]
+            numbers = np.cumsum([cell.rows for cell in cells]) // ROWS_A_SHARE
+            for _, share in groupby(zip(numbers.tolist(), cells, strict=True), key=itemgetter(0)):
+                own = [cell for _, cell in share]
+                yield partial(known[folder].lengths, own, self.limits)
 
     def _by_part(
         self, rows: NDArray[np.int64]
@@ -127,10 +156,9 @@ def _write(
 
 
 def _part_details(
-    folder: IndexFolder, record: PartRecord, limits: DecodeLimits
+    folder: IndexFolder, record: PartRecord, known: LengthCells, limits: DecodeLimits
 ) -> Iterator[pa.Table]:
-    for table, _ in read_part(folder, record, limits):
-        yield table
+    return known.compared(record, read_part(folder, record, limits))
 
 
 def _written(tables: Generator[pa.Table, None, None], folder: str | None) -> DetailFile:

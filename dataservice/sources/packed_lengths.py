@@ -45,6 +45,11 @@ def pack_lengths(lengths: LengthTable) -> bytes:
     return head + numbers + b"\0" * (-len(numbers) % 4)
 
 
+def is_known(cell: bytes) -> bool:
+    """Whether it is packed as this release packs lengths."""
+    return len(cell) >= _HEAD.size and _HEAD.unpack_from(cell)[0] == _FORM
+
+
 def unpack_lengths(cell: memoryview, limits: DecodeLimits) -> LengthRecords | None:
     """What was packed, checked; None where another release packed it. Raises ValueError where the
     cell is damaged, or the lengths could not be in an index of ours."""

@@ -27,7 +27,7 @@ from dataservice.sources.index_part import (
 from dataservice.sources.length_columns import lengths_of
 from dataservice.sources.lengths_file import LengthRecords
 from dataservice.sources.manifest import AGAIN, PartRecord
-from dataservice.sources.packed_lengths import pack_lengths, unpack_lengths
+from dataservice.sources.packed_lengths import is_known, pack_lengths, unpack_lengths
 from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
 from dataservice.sources.sound_lengths import require_sound_lengths
 from dataservice.sources.soundness import (
@@ -39,7 +39,7 @@ from dataservice.sources.soundness import (
 
 _ROW_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, LOSS_WEIGHT]
 _COLUMNS = [*_ROW_COLUMNS, "content"]
-GROUPS_A_SHARE = 8  # of a part's lengths, at least: several shares are read at once
+GROUPS_A_SHARE = 8  # of a part's lengths, at least
 _LENGTHS_ALONE = [*LENGTH_COLUMNS, "item_shape"]
 
 
@@ -152,6 +152,24 @@ def _require_same(cells: Any, lengths: LengthTable, limits: DecodeLimits) -> Non
     first = cells[0].as_buffer() or b""
     if first != pack_lengths(lengths) and unpack_lengths(memoryview(first), limits) is not None:
         raise ValueError("it packs other lengths than it has")
+
+
+def packed_cells(folder: IndexFolder, record: PartRecord) -> Iterator[tuple[int, bytes]]:
+    """Of each row group of a part, how many rows it has, and their lengths packed. The part is not
+    checked. Raises IndexStaleError where it cannot be read."""
+    name = part_name(record.file.name)
+    with _in_words(folder, name), folder.open(name) as stream:
+        part = pq.ParquetFile(stream)
+        for group in range(part.num_row_groups):
+            rows, cell = part.metadata.row_group(group).num_rows, b""
+            if PACKED in part.schema_arrow.names and rows:
+                cells: Any = part.read_row_group(group, columns=[PACKED])[PACKED]
+                cell = cells[0].as_py() or b""
+            if rows and not is_known(cell):  # another release has written it
+                table = part.read_row_group(group, columns=_LENGTHS_ALONE)
+                cell = pack_lengths(lengths_of(table))
+            if rows:
+                yield rows, cell
 
 
 def read_part_rows(

@@ -25,6 +25,7 @@ from dataservice.sources.catalog_handover import take_over_details, take_over_le
 from dataservice.sources.index import build_index
 from dataservice.sources.index_part import LENGTH_COLUMNS, PACKED
 from dataservice.sources.late_details import FETCHED_KEPT, LateDetails
+from dataservice.sources.length_cells import LENGTHS as LENGTHS_FILE
 from dataservice.sources.sound_lengths import require_sound_lengths
 from tests.waiting import LIMIT_S, wait_for
 
@@ -65,7 +66,10 @@ class Index:
             os.close(lengths)
 
 
-@pytest.fixture(params=["of this release", "of an older release"])
+OF_PARTS_ALONE = ["without its lengths", "of an older release"]
+
+
+@pytest.fixture(params=["of this release", *OF_PARTS_ALONE])
 def index(
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -78,6 +82,7 @@ def index(
     monkeypatch.setattr(index_part, "ROWS_PER_GROUP", ROWS_PER_GROUP)
     monkeypatch.setattr(part_reader, "ROWS_PER_GROUP", ROWS_PER_GROUP)
     monkeypatch.setattr(part_reader, "GROUPS_A_SHARE", 2)  # several are read at once
+    monkeypatch.setattr(index_rows, "ROWS_A_SHARE", 2 * ROWS_PER_GROUP)
     for shard in range(3):
         members = []
         for k in range(10 + shard):
@@ -86,6 +91,8 @@ def index(
         write_tar(tmp_path / "data" / f"{shard}.tar", members)
     source = spec(tmp_path / "data" / "*.tar", "webdataset", name="media")
     build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
+    if request.param in OF_PARTS_ALONE:
+        (tmp_path / "index" / "media" / LENGTHS_FILE).unlink()
     if request.param == "of an older release":
         for part in parts_of(tmp_path):
             table = pq.read_table(part).drop_columns([PACKED])
@@ -254,12 +261,14 @@ def _fails(late: IndexedCatalog, sample: int, reason: str) -> bool:
         ("item_shape", [[]] * 9, "shapes of another rank|differ"),
     ],
 )
+@pytest.mark.parametrize("index", OF_PARTS_ALONE, indirect=True)
 def test_lengths_that_no_index_has_are_refused_at_once(index, tmp_path, column, cell, reason):
     changed(parts_of(tmp_path)[1], column, lambda cells: cells.__setitem__(5, cell))
     with pytest.raises(IndexStaleError, match=reason):
         index.found.rows.lengths()
 
 
+@pytest.mark.parametrize("index", OF_PARTS_ALONE, indirect=True)
 def test_a_part_of_other_samples_than_its_manifest_says_is_refused(index, tmp_path):
     first, second, _ = parts_of(tmp_path)
     first.write_bytes(second.read_bytes())
@@ -292,7 +301,7 @@ def test_lengths_that_the_other_process_damaged_are_refused_or_sound(index):
     assert refused > 100
 
 
-@pytest.mark.parametrize("index", ["of this release"], indirect=True)
+@pytest.mark.parametrize("index", ["without its lengths"], indirect=True)
 def test_packed_lengths_that_are_damaged_are_refused_or_sound(index, tmp_path):
     rng, refused = Random(6), 0
     part = parts_of(tmp_path)[1]
@@ -319,7 +328,7 @@ def test_packed_lengths_that_are_damaged_are_refused_or_sound(index, tmp_path):
     assert 30 < refused < 100
 
 
-@pytest.mark.parametrize("index", ["of this release"], indirect=True)
+@pytest.mark.parametrize("index", ["without its lengths"], indirect=True)
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
@@ -338,7 +347,7 @@ def test_a_column_that_packs_nothing_is_refused(index, tmp_path, cells, reason):
             read()
 
 
-@pytest.mark.parametrize("index", ["of this release"], indirect=True)
+@pytest.mark.parametrize("index", ["without its lengths"], indirect=True)
 def test_lengths_that_another_release_packed_are_read_from_their_columns(index, tmp_path):
     known = index.found.read()
 

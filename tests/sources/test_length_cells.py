@@ -1,0 +1,218 @@
+"""One file has the lengths of all parts of an index: what it says is what they say, or refused."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from dataservice.core.errors import IndexStaleError
+from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DEFAULT_LIMITS
+from dataservice.core.ports import SampleMeasurer
+from dataservice.core.sample import LengthTable
+from dataservice.sources import index_part, part_reader
+from dataservice.sources.catalog import find_index
+from dataservice.sources.index import build_index
+from dataservice.sources.index_folder import IndexFolder
+from dataservice.sources.index_part import PACKED
+from dataservice.sources.index_rows import IndexRows
+from dataservice.sources.length_cells import LENGTHS, LengthCells
+from dataservice.sources.lengths_file import COLUMNS, map_lengths
+from dataservice.sources.sound_lengths import require_sound_lengths
+
+ROWS_PER_GROUP = 4
+PARTS = 6
+
+
+class Index:
+    """An index of small parts, which may be written again."""
+
+    def __init__(
+        self,
+        home: Path,
+        source: SourceSpec,
+        measurer: Callable[[], SampleMeasurer],
+        write_tar: Callable[..., Path],
+    ) -> None:
+        self._home, self._source, self._measurer, self._write_tar = (
+            home,
+            source,
+            measurer,
+            write_tar,
+        )
+        self.folder = home / "index" / source.name
+        for shard in range(PARTS):
+            self.write_shard(shard, rows=3 * shard + 1)
+
+    def write_shard(self, shard: int, *, rows: int, words: int = 1) -> None:
+        members = []
+        for k in range(rows):
+            members += [(f"{shard}{k:02d}.{i}.jpg", b"J" * (i + 1)) for i in range(k % 3)]
+            members += [(f"{shard}{k:02d}.txt", b"word " * (k + words))]
+        self._write_tar(self._home / "data" / f"{shard}.tar", members)
+
+    def index(self) -> None:
+        out_dir = str(self._home / "index")
+        build_index(self._source, out_dir=out_dir, make_measurer=self._measurer)
+
+    @property
+    def rows(self) -> IndexRows:
+        index_dir, measurer = str(self._home / "index"), self._measurer().fingerprint
+        return find_index([self._source], index_dir, measurer).rows
+
+    def lengths(self) -> LengthTable:
+        """As they come first."""
+        descriptor = self.rows.lengths()
+        try:
+            return map_lengths(descriptor)[0]
+        finally:
+            os.close(descriptor)
+
+    def whole(self) -> LengthTable:
+        """As the parts have them."""
+        descriptor, _ = self.rows.read()
+        try:
+            return map_lengths(descriptor)[0]
+        finally:
+            os.close(descriptor)
+
+    def known(self) -> list[bool]:
+        """Of which parts the file has the lengths."""
+        cells = LengthCells(IndexFolder(str(self._home / "index"), self._source.name))
+        return [cells.of(record) is not None for _, record in self.rows.parts]
+
+
+@pytest.fixture
+def index(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spec: Callable[..., SourceSpec],
+    write_tar: Callable[..., Path],
+    measurer: Callable[[], SampleMeasurer],
+) -> Index:
+    monkeypatch.setattr(index_part, "ROWS_PER_GROUP", ROWS_PER_GROUP)
+    monkeypatch.setattr(part_reader, "ROWS_PER_GROUP", ROWS_PER_GROUP)
+    source = spec(tmp_path / "data" / "*.tar", "webdataset", name="media")
+    index = Index(tmp_path, source, measurer, write_tar)
+    index.index()
+    return index
+
+
+@pytest.fixture
+def parts_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The parts that are opened from now on."""
+    opened, open_file = [], IndexFolder.open
+
+    def noted(folder, name):
+        opened.append(name)
+        return open_file(folder, name)
+
+    monkeypatch.setattr(IndexFolder, "open", noted)
+    return opened
+
+
+def same(one: LengthTable, other: LengthTable) -> bool:
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in COLUMNS)
+
+
+def test_the_lengths_of_all_parts_are_read_from_one_file_without_opening_any(index, parts_read):
+    whole = index.whole()
+    rows = index.rows
+    parts_read.clear()
+    os.close(rows.lengths())
+    assert set(parts_read) == {LENGTHS}
+    assert same(index.lengths(), whole)
+
+
+def test_parts_that_the_file_does_not_know_are_read_themselves(index):
+    old = (index.folder / LENGTHS).read_bytes()
+    index.write_shard(2, rows=9, words=5)
+    index.write_shard(5, rows=2, words=7)
+    index.index()
+    (index.folder / LENGTHS).write_bytes(old)
+    assert index.known() == [True, True, False, True, True, False]
+    assert same(index.lengths(), index.whole())
+    assert len(index.rows.details()) == len(index.whole())
+
+
+def test_a_run_that_changes_one_part_reads_the_lengths_of_no_other(index, monkeypatch):
+    read, packed_cells = [], part_reader.packed_cells
+    monkeypatch.setattr(
+        "dataservice.sources.length_cells.packed_cells",
+        lambda folder, record: read.append(record.file.name) or packed_cells(folder, record),
+    )
+    index.write_shard(3, rows=4, words=3)
+    index.index()
+    assert read == ["3.tar"]
+    assert all(index.known())
+    assert same(index.lengths(), index.whole())
+
+
+def test_parts_of_a_release_that_packed_nothing_or_otherwise_are_packed_anew(index):
+    whole = index.whole()
+    for number, part in enumerate(sorted(index.folder.glob("part-*.parquet"))):
+        table = pq.read_table(part)
+        cells = table[PACKED].to_pylist()
+        cells = [cell and b"\2" + cell[1:] for cell in cells]
+        metadata = pq.read_metadata(part).metadata
+        kept = table.drop_columns([PACKED])
+        if number % 2:
+            kept = kept.append_column(PACKED, [cells])
+        pq.write_table(kept.replace_schema_metadata(metadata), part, row_group_size=ROWS_PER_GROUP)
+    (index.folder / LENGTHS).unlink()
+    index.index()
+    assert all(index.known())
+    assert same(index.lengths(), whole)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda data: data[:-1],
+        lambda data: data[:10],
+        lambda data: b"",
+        lambda data: data[3:],
+        lambda data: data[:-8] + b"lengths9",
+        lambda data: data[:-16] + b"\xff" * 8 + data[-8:],
+        lambda data: data.replace(b'"part-', b"{part-"),
+    ],
+    ids=["end", "most", "all", "begin", "form", "size", "head"],
+)
+def test_a_file_that_cannot_be_read_is_not_used_and_the_log_says_so(index, caplog, damaged):
+    path, whole = index.folder / LENGTHS, index.whole()
+    path.write_bytes(damaged(path.read_bytes()))
+    assert same(index.lengths(), whole)
+    assert f"{LENGTHS} is not used" in caplog.text
+    index.index()
+    assert all(index.known())
+
+
+def test_lengths_that_were_damaged_are_refused_or_sound_and_told_once_all_is_read(index):
+    path, rng, refused = index.folder / LENGTHS, Random(7), 0
+    whole = path.read_bytes()
+    cells_bytes = len(whole) - 16 - int.from_bytes(whole[-16:-8], "little")
+    for _ in range(100):
+        data = bytearray(whole)
+        data[rng.randrange(cells_bytes)] ^= rng.choice((1, 2, 64, 128, 255))
+        path.write_bytes(data)
+        try:
+            require_sound_lengths(index.lengths(), DEFAULT_LIMITS)
+        except IndexStaleError:
+            refused += 1
+        with pytest.raises(IndexStaleError, match=rf"{LENGTHS} is damaged.*Remove it, and write"):
+            index.rows.details()
+    assert 20 < refused < 100
+
+
+def test_damaged_lengths_are_mended_by_the_next_run(index):
+    path, whole = index.folder / LENGTHS, index.whole()
+    right = path.read_bytes()
+    path.write_bytes(right[:40] + bytes([right[40] ^ 1]) + right[41:])
+    index.index()
+    assert path.read_bytes() == right
+    assert same(index.lengths(), whole)
+    index.rows.details()
