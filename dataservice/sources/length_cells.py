@@ -23,6 +23,7 @@ from dataservice.core.errors import IndexStaleError, SourceError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable
 from dataservice.sources.index_folder import IndexFolder, part_name
+from dataservice.sources.index_part import ROWS_PER_GROUP
 from dataservice.sources.lengths_file import LengthRecords
 from dataservice.sources.manifest import AGAIN, Manifest, PartRecord
 from dataservice.sources.packed_lengths import pack_lengths, unpack_lengths
@@ -31,6 +32,8 @@ from dataservice.sources.part_reader import packed_cells
 LENGTHS = "lengths.bin"
 _END = struct.Struct("<Q8s")
 _FORM = b"lengths1"
+_MOST_HEAD_BYTES = 2**28  # of parts by the million
+_MOST_CELL_BYTES = 2**26
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +69,15 @@ class LengthCells:
         return cells if known else None
 
     def each(self, cells: Sequence[Cell]) -> Iterator[bytes]:
-        """The bytes of each of these cells. Raises IndexStaleError where they cannot be read."""
+        """The bytes of each of these cells. Raises IndexStaleError where they cannot be read, or
+        are not what was written."""
         try:
             with self._folder.open(LENGTHS) as stream:
                 for cell in cells:
                     stream.seek(cell.start)
                     data = stream.read(cell.size_bytes)
-                    if len(data) != cell.size_bytes:
-                        raise ValueError("it is cut short")
+                    if crc32(data) != cell.crc32:
+                        raise ValueError("it has other bytes than were written")
                     yield data
         except (SourceError, OSError, ValueError) as error:
             raise self._damaged(str(error)) from error
@@ -107,16 +111,17 @@ class LengthCells:
     def are_whole(self, cells: Sequence[Cell]) -> bool:
         """Whether they are what was written."""
         try:
-            pairs = zip(cells, self.each(cells), strict=True)
-            return all(crc32(data) == cell.crc32 for cell, data in pairs)
+            for _ in self.each(cells):
+                pass
         except IndexStaleError:
             return False
+        return True
 
     def _damaged(self, why: str) -> IndexStaleError:
         return IndexStaleError(
-            f"{self._folder.owner}: {self._folder.path}/{LENGTHS} is damaged ({why}). Remove it, "
-            f"and write the index again: {AGAIN}; the same files give the same index, and "
-            "checkpoints fit it."
+            f"{self._folder.owner}: {self._folder.path}/{LENGTHS} is damaged, or being written "
+            f"again ({why}). Remove it, and write the index again: {AGAIN}; the same files give "
+            "the same index, and checkpoints fit it."
         )
 
 
@@ -153,18 +158,19 @@ def _read_head(stream: IO[bytes]) -> dict[str, tuple[str, list[Cell]]]:
     size_bytes, form = _END.unpack(stream.read(_END.size))
     if form != _FORM:
         raise ValueError("another release wrote it, or it is cut short")
-    if size_bytes > end:
-        raise ValueError("its head is larger than the file")
+    if size_bytes > min(end, _MOST_HEAD_BYTES):
+        raise ValueError(f"its head has {size_bytes:,} bytes")
     stream.seek(end - size_bytes)
     found: dict[str, tuple[str, list[Cell]]] = {}
     at = 0
     for name, identity, cells in json.loads(stream.read(size_bytes)):
         own = []
         for rows, cell_bytes, checksum in cells:
-            if rows < 0 or cell_bytes < 0:
-                raise ValueError("a cell of negative size")
-            own.append(Cell(at, rows, cell_bytes, checksum))
-            at += cell_bytes
+            cell = Cell(at, int(rows), int(cell_bytes), int(checksum))
+            if not (0 < cell.rows <= ROWS_PER_GROUP and 0 < cell.size_bytes <= _MOST_CELL_BYTES):
+                raise ValueError(f"a cell of {rows} rows and {cell_bytes} bytes")
+            own.append(cell)
+            at += cell.size_bytes
         found[str(name)] = str(identity), own
     if at != end - size_bytes:
         raise ValueError("its cells have another size than its head says")

@@ -1,7 +1,9 @@
 """One file has the lengths of all parts of an index: what it says is what they say, or refused."""
 
+import json
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -9,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from dataservice.core.crc32 import crc32
 from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS
@@ -191,21 +194,58 @@ def test_a_file_that_cannot_be_read_is_not_used_and_the_log_says_so(index, caplo
     assert all(index.known())
 
 
-def test_lengths_that_were_damaged_are_refused_or_sound_and_told_once_all_is_read(index):
-    path, rng, refused = index.folder / LENGTHS, Random(7), 0
+def test_any_byte_that_is_damaged_is_noticed_at_once(index):
+    path, rng = index.folder / LENGTHS, Random(7)
     whole = path.read_bytes()
-    cells_bytes = len(whole) - 16 - int.from_bytes(whole[-16:-8], "little")
     for _ in range(100):
         data = bytearray(whole)
-        data[rng.randrange(cells_bytes)] ^= rng.choice((1, 2, 64, 128, 255))
+        data[rng.randrange(cells_bytes(whole))] ^= rng.choice((1, 2, 64, 128, 255))
         path.write_bytes(data)
+        for read in (index.lengths, index.rows.details):
+            with pytest.raises(IndexStaleError, match=r"lengths.bin is damaged.*Remove it, and"):
+                read()
+
+
+def test_other_lengths_than_the_parts_have_are_refused_or_sound_and_told_once_all_is_read(index):
+    path, rng, refused = index.folder / LENGTHS, Random(8), 0
+    whole = path.read_bytes()
+    head = json.loads(whole[cells_bytes(whole) : -16])
+    sizes = [cell[1] for _, _, cells in head for cell in cells]
+    starts = np.cumsum([0, *sizes]).tolist()
+    for _ in range(100):
+        data = bytearray(whole[: cells_bytes(whole)])
+        data[rng.randrange(len(data))] ^= rng.choice((1, 2, 64, 128, 255))
+        sums = iter([crc32(data[a:b]) for a, b in pairwise(starts)])
+        lying = [[n, i, [[r, size, next(sums)] for r, size, _ in cells]] for n, i, cells in head]
+        text = json.dumps(lying).encode()
+        path.write_bytes(data + text + len(text).to_bytes(8, "little") + whole[-8:])
         try:
             require_sound_lengths(index.lengths(), DEFAULT_LIMITS)
         except IndexStaleError:
             refused += 1
-        with pytest.raises(IndexStaleError, match=rf"{LENGTHS} is damaged.*Remove it, and write"):
+        with pytest.raises(IndexStaleError, match=r"packs other lengths than.*Remove it, and"):
             index.rows.details()
     assert 20 < refused < 100
+
+
+def cells_bytes(whole: bytes) -> int:
+    """Of a file, how many bytes of it are cells."""
+    return len(whole) - 16 - int.from_bytes(whole[-16:-8], "little")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [["4", 99, 1], [4.5, 99, 1], [-4, 99, 1], [4, -99, 1], [10**9, 99, 1], [4, 2**40, 1], []],
+)
+def test_a_head_that_says_nonsense_is_not_believed(index, caplog, cell):
+    path, whole = index.folder / LENGTHS, index.whole()
+    data = path.read_bytes()
+    head = json.loads(data[cells_bytes(data) : -16])
+    head[0][2][0] = cell
+    text = json.dumps(head).encode()
+    path.write_bytes(data[: cells_bytes(data)] + text + len(text).to_bytes(8, "little") + data[-8:])
+    assert same(index.lengths(), whole)
+    assert f"{LENGTHS} is not used" in caplog.text
 
 
 def test_damaged_lengths_are_mended_by_the_next_run(index):
