@@ -50,29 +50,19 @@ def shard_answer(shard: RankShard, job: str) -> bytes:
     `job`. Parts that were made together are written together, each to be taken once."""
     together = None if shard.made_with is None else shard.made_with()
     if together is None:
-        return _answer(shard, job)
+        return _answer(shard, _common(shard, job))
     written = together.written.get(job)
     if written is None:
-        answers = {each.rank: _answer(each, job) for each in together.shards}
+        common = _common(shard, job)
+        answers = {each.rank: _answer(each, common) for each in together.shards}
         written = together.written[job] = answers
     answer = written.pop(shard.rank, None)
-    return _answer(shard, job) if answer is None else answer
+    return _answer(shard, _common(shard, job)) if answer is None else answer
 
 
-def _answer(shard: RankShard, job: str) -> bytes:
+def _answer(shard: RankShard, common: bytes) -> bytes:
     parts = [
-        _common(
-            job,
-            shard.attempt,
-            shard.step,
-            shard.plan_digest,
-            shard.cursor_after,
-            shard.loss_tokens,
-            shard.weighted_loss_tokens,
-            shard.samples,
-            shard.predicted_s,
-            shard.positions,
-        ),
+        common,
         *numbers(_SHARD_NUMBERS, rank=shard.rank, replica=shard.replica),
         *within(_SHARD["columns"], _columns(shard.columns)),
     ]
@@ -90,34 +80,22 @@ _SHARD_NUMBERS = heads_of(coordinator_pb2.RankShard, NUMBER)
 _COLUMNS = heads_of(coordinator_pb2.ShardColumns, BYTES)
 
 
-@lru_cache(maxsize=64)
-def _common(
-    job: str,
-    attempt: int,
-    step: int,
-    plan_digest: str,
-    cursor_after: str,
-    loss_tokens: int,
-    weighted_loss_tokens: float | None,
-    samples: int,
-    predicted_s: float,
-    positions: PositionRule,
-) -> bytes:
+def _common(shard: RankShard, job: str) -> bytes:
     """The fields that are the same for all ranks."""
     return coordinator_pb2.RankShard(
         job=job,
-        attempt=attempt,
-        step=step,
-        plan_digest=plan_digest,
-        cursor_after=cursor_after,
-        loss_tokens=loss_tokens,
-        weighted_loss_tokens=weighted_loss_tokens,
-        samples=samples,
-        predicted_s=predicted_s,
+        attempt=shard.attempt,
+        step=shard.step,
+        plan_digest=shard.plan_digest,
+        cursor_after=shard.cursor_after,
+        loss_tokens=shard.loss_tokens,
+        weighted_loss_tokens=shard.weighted_loss_tokens,
+        samples=shard.samples,
+        predicted_s=shard.predicted_s,
         positions=coordinator_pb2.PositionRule(
-            scheme=positions.scheme,
-            tokens_per_second=positions.tokens_per_second,
-            past_time=positions.past_time,
+            scheme=shard.positions.scheme,
+            tokens_per_second=shard.positions.tokens_per_second,
+            past_time=shard.positions.past_time,
         ),
     ).SerializeToString()
 
