@@ -15,6 +15,8 @@ from dataservice.engine.skips import Skips
 from dataservice.engine.tasks import SharedWork
 from dataservice.engine.threads import in_store
 
+SHOWN_AT_ONCE = 512  # ranks, in a millisecond
+
 
 class Commits:
     """`through_step` is the last step that every rank has trained."""
@@ -63,7 +65,10 @@ class Commits:
         predicted = await in_store(self._records.trained, trained, slowest_s)
         self.through_step = trained
         self._metrics.step_committed(self._attempt.job)
-        self._metrics.ranks_measured(self._attempt.job, measured_s)
+        for first in range(0, len(measured_s), SHOWN_AT_ONCE):
+            shown = measured_s[first : first + SHOWN_AT_ONCE]
+            self._metrics.ranks_measured(self._attempt.job, shown)
+            await asyncio.sleep(0)  # others have their turn
         phases = self._phases.pop(trained, None)
         if phases is not None:
             self._metrics.step_phases(

@@ -243,7 +243,7 @@ class AttemptLoop:
         planned the step, StateError, which ends the attempt, where the store cannot be written."""
         if step > self._recorded:
             raise NotFoundError(self._never_handed_out(step))
-        if self._has_received(claim, step):
+        if step > claim.received_step and self._has_received(claim, step):
             await self._take_received()
         try:
             await self._commits.note(claim, step, measured_s, phase_s)
@@ -406,12 +406,10 @@ class AttemptLoop:
         await self._window.wait_until(lambda: self._ahead() < most and self._releasing < most)
 
     def _has_received(self, claim: Claim, received_step: int) -> bool:
-        """Note it; whether every rank has received more now, as nearly no call of a rank finds."""
+        """Note it; whether every rank has received more now, or a step that was planned again, as
+        nearly no call of a rank finds."""
         # A client may claim anything; the window moves only by steps that were planned.
-        received = min(received_step, self._recorded)
-        if received <= claim.received_step:
-            return False
-        claim.received_step = received
+        claim.received_step = max(claim.received_step, min(received_step, self._recorded))
         return self._window.has_received
 
     async def _take_received(self) -> None:

@@ -31,7 +31,7 @@ from dataservice.core.split_mix import split_mix
 from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailTable
 from dataservice.sources.freshness import require_current
 from dataservice.sources.gather import Ranges
-from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name
+from dataservice.sources.index_folder import LENGTHS, MANIFEST, IndexFolder, part_name
 from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.lengths_file import COLUMNS, map_lengths
@@ -307,7 +307,7 @@ def _rows_name(
         if not all(there.get(name, (0, ""))[1] for name in names):
             return ""
         said += [manifest.source, manifest.fingerprint, manifest.places]
-        said += [(name, there[name]) for name in names]
+        said += [(name, there[name]) for name in (*names, LENGTHS) if name in there]
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 

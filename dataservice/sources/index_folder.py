@@ -24,6 +24,7 @@ from dataservice.sources.kept_ranges import version_of
 from dataservice.sources.roots import Roots
 
 MANIFEST = "manifest.json"
+LENGTHS = "lengths.bin"
 _PIECE = re.compile(r"(part-\w+\.parquet)\.(\d+)-(\d+)-(\d+)")
 
 
@@ -94,7 +95,7 @@ class IndexFolder:
         """Remove parts of files that no longer exist, and leftovers of interrupted runs."""
         with translate(self.owner, self.path, "be tidied"):
             for name, path in self._paths().items():
-                if name.startswith("part-") and name not in kept:
+                if name not in kept and (name.startswith("part-") or name.endswith(".tmp")):
                     self._fs.rm(path)
 
     def pieces(self) -> dict[str, list[FilePiece]]:

@@ -23,6 +23,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataservice.core.limits import DecodeLimits
+from dataservice.core.sample import LengthTable
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.index_part import ROWS_PER_GROUP
@@ -35,6 +36,8 @@ from dataservice.sources.parts_in_order import READERS, in_order
 SHARES = 4 * READERS  # of a few rows, read at once
 ROWS_A_SHARE = 8 * ROWS_PER_GROUP  # of lengths, about: several shares are read at once
 LEAST_ROWS = 64  # of such a share: neighbours of which both need a row group each read it
+
+_Group = tuple[IndexFolder, PartRecord, pa.Table, LengthTable]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +64,9 @@ class IndexRows:
 
     def details(self, folder: str | None = None) -> DetailFile:
         """The details of all rows."""
-        known = self._cells()
-        return _written(
-            in_order(
-                [partial(_part_details, *part, known[part[0]], self.limits) for part in self.parts]
-            ),
-            folder,
-        )
+        groups = in_order([partial(_part_groups, *part, self.limits) for part in self.parts])
+        with closing(groups):
+            return _written(self._compared(groups), folder)
 
     def lengths(self, folder: str | None = None) -> int:
         """A descriptor of the file of lengths, which the caller closes."""
@@ -105,6 +104,12 @@ class IndexRows:
 
     def _cells(self) -> dict[IndexFolder, LengthCells]:
         return {folder: LengthCells(folder) for folder in dict.fromkeys(of for of, _ in self.parts)}
+
+    def _compared(self, groups: Iterator[_Group]) -> Generator[pa.Table, None, None]:
+        """The tables of these row groups, whose lengths are those that were read before."""
+        known = self._cells()
+        for folder, own in groupby(groups, key=itemgetter(0)):
+            yield from known[folder].compared(group[1:] for group in own)
 
     def _shares(self) -> Iterator[Callable[[], Sequence[LengthRecords]]]:
         """Shares of the lengths, one behind the other; each reads its own."""
@@ -155,10 +160,9 @@ def _write(
         file.put(records, place)
 
 
-def _part_details(
-    folder: IndexFolder, record: PartRecord, known: LengthCells, limits: DecodeLimits
-) -> Iterator[pa.Table]:
-    return known.compared(record, read_part(folder, record, limits))
+def _part_groups(folder: IndexFolder, record: PartRecord, limits: DecodeLimits) -> Iterator[_Group]:
+    for table, lengths in read_part(folder, record, limits):
+        yield folder, record, table, lengths
 
 
 def _written(tables: Generator[pa.Table, None, None], folder: str | None) -> DetailFile:

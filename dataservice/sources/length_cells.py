@@ -2,7 +2,7 @@
 
 INDEX_DIR/SOURCE_NAME/lengths.bin
 
-    cells, one behind the other │ by part, what they are (JSON) │ its size │ "lengths1"
+    cells, one behind the other │ by part, what they are (JSON) │ its size │ "lengths" and the form
 
 An index of many small parts is opened by this file: to open a part takes as long as to read the
 lengths of 10,000 samples. It says nothing that the parts do not. Of a part that it does not know,
@@ -10,29 +10,34 @@ or knew with other samples, the part itself is read. What it says is checked as 
 compared with the parts once these are read.
 """
 
+import hashlib
 import json
 import logging
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, NamedTuple
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import IO, Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from dataservice.core.crc32 import crc32
 from dataservice.core.errors import IndexStaleError, SourceError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable
-from dataservice.sources.index_folder import IndexFolder, part_name
+from dataservice.sources.index_folder import LENGTHS, IndexFolder, part_name
 from dataservice.sources.index_part import ROWS_PER_GROUP
 from dataservice.sources.lengths_file import LengthRecords
 from dataservice.sources.manifest import AGAIN, Manifest, PartRecord
-from dataservice.sources.packed_lengths import pack_lengths, unpack_lengths
+from dataservice.sources.packed_lengths import FORM, columns_of, packed_columns, unpack_lengths
 from dataservice.sources.part_reader import packed_cells
 
-LENGTHS = "lengths.bin"
 _END = struct.Struct("<Q8s")
-_FORM = b"lengths1"
-_MOST_HEAD_BYTES = 2**28  # of parts by the million
+_FORM = f"lengths{FORM}".encode()
+_MOST_HEAD_BYTES = 2**25  # of 300,000 parts, or of a billion samples
 _MOST_CELL_BYTES = 2**26
 
 log = logging.getLogger(__name__)
@@ -48,7 +53,8 @@ class Cell(NamedTuple):
 
 
 class LengthCells:
-    """The cells of one index, by part. Knows none where the file is missing or cannot be read."""
+    """The cells of one index, by part. Knows none where there is no such file, or none that can be
+    read, which the log says. Raises SourceError where its storage does not answer."""
 
     def __init__(self, folder: IndexFolder) -> None:
         self._folder = folder
@@ -58,9 +64,9 @@ class LengthCells:
                 self._parts = _read_head(stream)
         except FileNotFoundError:
             pass  # of an earlier release
-        except (SourceError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError, struct.error) as e:
             path = f"{folder.path}/{LENGTHS}"
-            log.warning("%s: %s is not used: %s", folder.owner, path, error or "cut short")
+            log.warning("%s: %s is not used: %s", folder.owner, path, e or "cut short")
 
     def of(self, record: PartRecord) -> list[Cell] | None:
         """The cells of a part in their order; None where they are not known."""
@@ -68,92 +74,163 @@ class LengthCells:
         known = identity == record.identity and sum(cell.rows for cell in cells) == record.rows
         return cells if known else None
 
-    def each(self, cells: Sequence[Cell]) -> Iterator[bytes]:
-        """The bytes of each of these cells. Raises IndexStaleError where they cannot be read, or
-        are not what was written."""
+    def are_of(self, records: Sequence[PartRecord]) -> bool:
+        """Whether they are of these very parts in this order."""
+        names = [part_name(record.file.name) for record in records]
+        return [*self._parts] == names and None not in map(self.of, records)
+
+    def are_whole(self, records: Sequence[PartRecord]) -> bool:
+        """Whether all cells of these parts, as far as they are known, are what was written."""
         try:
-            with self._folder.open(LENGTHS) as stream:
-                for cell in cells:
-                    stream.seek(cell.start)
-                    data = stream.read(cell.size_bytes)
-                    if crc32(data) != cell.crc32:
-                        raise ValueError("it has other bytes than were written")
-                    yield data
-        except (SourceError, OSError, ValueError) as error:
-            raise self._damaged(str(error)) from error
-
-    def lengths(self, cells: Sequence[Cell], limits: DecodeLimits) -> list[LengthRecords]:
-        """The lengths in these cells, checked. Raises IndexStaleError where they cannot be read, or
-        could not be in an index of ours."""
-        found = []
-        for cell, data in zip(cells, self.each(cells), strict=True):
-            try:
-                records = unpack_lengths(memoryview(data), limits)
-            except ValueError as error:
-                raise self._damaged(str(error)) from error
-            if records is None or len(records.samples) != cell.rows:
-                raise self._damaged("it packs lengths of other rows than it says")
-            found.append(records)
-        return found
-
-    def compared(
-        self, record: PartRecord, groups: Iterable[tuple[pa.Table, LengthTable]]
-    ) -> Iterator[pa.Table]:
-        """The tables of a part's row groups. Raises IndexStaleError where the part has other
-        lengths than its cells pack, if any are known."""
-        cells = self.of(record)
-        packed = self.each(cells or ())
-        for table, lengths in groups:
-            if cells is not None and len(lengths) and next(packed, b"") != pack_lengths(lengths):
-                raise self._damaged("it packs other lengths than the index's parts have")
-            yield table
-
-    def are_whole(self, cells: Sequence[Cell]) -> bool:
-        """Whether they are what was written."""
-        try:
-            for _ in self.each(cells):
+            for _ in self.each(cell for record in records for cell in self.of(record) or ()):
                 pass
         except IndexStaleError:
             return False
         return True
 
-    def _damaged(self, why: str) -> IndexStaleError:
-        return IndexStaleError(
-            f"{self._folder.owner}: {self._folder.path}/{LENGTHS} is damaged, or being written "
-            f"again ({why}). Remove it, and write the index again: {AGAIN}; the same files give "
-            "the same index, and checkpoints fit it."
-        )
+    def each(self, cells: Iterable[Cell]) -> Iterator[bytes]:
+        """The bytes of each of these cells. Raises IndexStaleError where they are not what was
+        written, SourceError where the storage does not answer."""
+        with self._in_words(), self._folder.open(LENGTHS) as stream:
+            for cell in cells:
+                yield _bytes_of(stream, cell)
+
+    def lengths(self, cells: Sequence[Cell], limits: DecodeLimits) -> list[LengthRecords]:
+        """The lengths in these cells, checked. Raises as `each` does, and IndexStaleError where
+        they could not be in an index of ours."""
+        found = []
+        with self._in_words():
+            for cell, data in zip(cells, self.each(cells), strict=True):
+                records = unpack_lengths(memoryview(data), limits)
+                if records is None or len(records.samples) != cell.rows:
+                    raise ValueError("it packs lengths of other rows than it says")
+                found.append(records)
+        return found
+
+    def compared(
+        self, groups: Iterable[tuple[PartRecord, pa.Table, LengthTable]]
+    ) -> Iterator[pa.Table]:
+        """The tables of these row groups, in the order of the index. Raises IndexStaleError where a
+        part turns out to have other lengths than its cells pack, however its rows are divided."""
+        due: deque[Cell] = deque()
+        packed = self.each(iter(due.popleft, None))  # all along one stream
+        for _, own in groupby(groups, key=lambda group: group[0].file.name):
+            cells: Sequence[Cell] | None = None
+            theirs, ours = _Digest(), _Digest()
+            for record, table, lengths in own:
+                cells = self.of(record)
+                if cells is not None:
+                    theirs.add(columns_of(lengths))
+                yield table
+            due.extend(cells or ())
+            with self._in_words():
+                for _ in cells or ():
+                    ours.add(packed_columns(next(packed)))
+                if cells and ours.value != theirs.value:
+                    raise ValueError("it packs other lengths than the index's parts have")
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise IndexStaleError(
+                f"{self._folder.owner}: {self._folder.path}/{LENGTHS} is damaged, or being written "
+                f"again ({error}). Open the job again; if it repeats, remove that file and write "
+                f"the index again: {AGAIN}; the same files give the same index, and checkpoints "
+                "fit it."
+            ) from error
 
 
 def write_length_cells(folder: IndexFolder, manifest: Manifest) -> None:
     """Write the cells of all parts: those that are known already are copied, and only parts that
-    are new are read. Raises IndexStaleError where one cannot be."""
-    known = LengthCells(folder)
-    head, at = [], 0
+    are new are read. Where the file cannot be written, jobs open by the parts, and the log says so.
+    Raises IndexStaleError where a part cannot be read."""
+    distrusted: set[str] = set()
+    try:
+        known = LengthCells(folder)
+        if known.are_of(manifest.parts) and known.are_whole(manifest.parts):
+            return None
+        while True:
+            try:
+                return _write(folder, manifest.parts, known, distrusted)
+            except _OtherBytesError as error:
+                distrusted.add(error.part)
+    except IndexStaleError:
+        raise
+    except (SourceError, OSError) as error:
+        log.warning("%s: jobs over it take longer to open: %s", folder.owner, error)
+
+
+class _OtherBytesError(Exception):
+    """Cells of this part are not what was written once."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(part)
+        self.part = part
+
+
+def _write(
+    folder: IndexFolder,
+    records: Sequence[PartRecord],
+    known: LengthCells,
+    distrusted: Collection[str],
+) -> None:
+    """Raises _OtherBytesError where cells of a part cannot be copied that is not `distrusted`."""
+    head: list[tuple[str, str, list[tuple[int, int, int]]]] = []
     with folder.replace(LENGTHS) as stream:
-        for record in manifest.parts:
-            cells = []
-            for rows, data in _cells_of(folder, record, known):
-                cells.append([rows, len(data), crc32(data)])
-                stream.write(data)
-                at += len(data)
-            head.append([part_name(record.file.name), record.identity, cells])
+        for record in records:
+            name, written = part_name(record.file.name), []
+            copied = None if name in distrusted else known.of(record)
+            try:
+                for rows, cell in _cells_of(folder, record, known, copied):
+                    written.append((rows, len(cell), crc32(cell)))
+                    stream.write(cell)
+            except IndexStaleError as error:
+                if copied is None:
+                    raise
+                raise _OtherBytesError(name) from error
+            head.append((name, record.identity, written))
         text = json.dumps(head).encode()
         stream.write(text + _END.pack(len(text), _FORM))
 
 
 def _cells_of(
-    folder: IndexFolder, record: PartRecord, known: LengthCells
+    folder: IndexFolder, record: PartRecord, known: LengthCells, copied: Sequence[Cell] | None
 ) -> Iterator[tuple[int, bytes]]:
     """The rows and bytes of each cell of a part."""
-    cells = known.of(record)
-    if cells is None or not known.are_whole(cells):
+    if copied is None:
         return packed_cells(folder, record)
-    return zip((cell.rows for cell in cells), known.each(cells), strict=True)
+    return zip((cell.rows for cell in copied), known.each(copied), strict=True)
+
+
+class _Digest:
+    """Of lengths, however their rows are divided."""
+
+    def __init__(self) -> None:
+        self._streams: list[Any] = []
+
+    def add(self, columns: Collection[NDArray[Any]]) -> None:
+        self._streams = self._streams or [hashlib.blake2b() for _ in columns]
+        for stream, column in zip(self._streams, columns, strict=True):
+            stream.update(np.ascontiguousarray(column, dtype="<i8"))
+
+    @property
+    def value(self) -> list[bytes]:
+        return [stream.digest() for stream in self._streams]
+
+
+def _bytes_of(stream: IO[bytes], cell: Cell) -> bytes:
+    if stream.tell() != cell.start:
+        stream.seek(cell.start)
+    data = stream.read(cell.size_bytes)
+    if crc32(data) != cell.crc32:
+        raise ValueError("it has other bytes than were written")
+    return data
 
 
 def _read_head(stream: IO[bytes]) -> dict[str, tuple[str, list[Cell]]]:
-    """Raises ValueError where it is cut short or was written by another release."""
+    """Raises ValueError and the like where it is cut short or another release wrote it."""
     end = stream.seek(-_END.size, 2)
     size_bytes, form = _END.unpack(stream.read(_END.size))
     if form != _FORM:

@@ -26,7 +26,8 @@ from dataservice.sources.sound_lengths import (
     wrong_sample,
 )
 
-_FORM = 1
+FORM = 1
+"""Of cells as this release packs them."""
 _HEAD = struct.Struct("<4I")
 _OF_A_SAMPLE = 3  # llm_tokens, loss_tokens, how many items
 _OF_AN_ITEM = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position",
@@ -36,32 +37,57 @@ _KINDS: dict[int, Any] = {2: np.dtype("<u2"), 4: np.dtype("<i4")}
 
 def pack_lengths(lengths: LengthTable) -> bytes:
     """These lengths, with the frames of all their items, none of them negative."""
-    columns = [lengths.llm_tokens, lengths.loss_tokens, np.diff(lengths.item_offsets)]
-    columns += [np.asarray(getattr(lengths, name)) for name in _OF_AN_ITEM]
+    columns = columns_of(lengths)
     largest = max(int(column.max(initial=0)) for column in columns)
     kind = _KINDS[2 if largest < 2**16 else 4]
-    head = _HEAD.pack(_FORM, kind.itemsize, len(lengths), len(lengths.item_modality))
+    head = _HEAD.pack(FORM, kind.itemsize, len(lengths), len(lengths.item_modality))
     numbers = b"".join([column.astype(kind).tobytes() for column in columns])
     return head + numbers + b"\0" * (-len(numbers) % 4)
 
 
+def columns_of(lengths: LengthTable) -> list[NDArray[Any]]:
+    """What is packed of these lengths, as whole columns: those of samples, then those of items."""
+    columns = [lengths.llm_tokens, lengths.loss_tokens, np.diff(lengths.item_offsets)]
+    return columns + [np.asarray(getattr(lengths, name)) for name in _OF_AN_ITEM]
+
+
+def packed_columns(cell: bytes) -> list[NDArray[Any]]:
+    """The same of what a cell packs. Raises ValueError where it is damaged, or another release
+    packed it."""
+    found = _numbers(memoryview(cell))
+    if found is None:
+        raise ValueError("a cell of lengths that another release packed")
+    samples, items, numbers = found
+    counts = [samples] * _OF_A_SAMPLE + [items] * len(_OF_AN_ITEM)
+    return np.split(numbers, np.cumsum(counts)[:-1])
+
+
+def _numbers(cell: memoryview) -> tuple[int, int, NDArray[Any]] | None:
+    """How many samples and items a cell packs, and its columns end to end. None and raises as
+    `unpack_lengths`."""
+    if len(cell) < _HEAD.size:
+        raise ValueError("a cell of lengths that is cut short")
+    form, each_bytes, samples, items = _HEAD.unpack_from(cell)
+    if form != FORM:
+        return None
+    count = _OF_A_SAMPLE * samples + len(_OF_AN_ITEM) * items
+    if each_bytes not in _KINDS or _HEAD.size + count * each_bytes > len(cell):
+        raise ValueError("a cell of lengths that is cut short")
+    return samples, items, np.frombuffer(cell, _KINDS[each_bytes], count, _HEAD.size)
+
+
 def is_known(cell: bytes) -> bool:
     """Whether it is packed as this release packs lengths."""
-    return len(cell) >= _HEAD.size and _HEAD.unpack_from(cell)[0] == _FORM
+    return len(cell) >= _HEAD.size and _HEAD.unpack_from(cell)[0] == FORM
 
 
 def unpack_lengths(cell: memoryview, limits: DecodeLimits) -> LengthRecords | None:
     """What was packed, checked; None where another release packed it. Raises ValueError where the
     cell is damaged, or the lengths could not be in an index of ours."""
-    if len(cell) < _HEAD.size:
-        raise ValueError("a cell of lengths that is cut short")
-    form, each_bytes, samples, items = _HEAD.unpack_from(cell)
-    if form != _FORM:
+    found = _numbers(cell)
+    if found is None:
         return None
-    count = _OF_A_SAMPLE * samples + len(_OF_AN_ITEM) * items
-    if each_bytes not in _KINDS or _HEAD.size + count * each_bytes > len(cell):
-        raise ValueError("a cell of lengths that is cut short")
-    numbers = np.frombuffer(cell, _KINDS[each_bytes], count, _HEAD.size)
+    samples, items, numbers = found
     records = LengthRecords.room(samples, items)
     require_none_wrong(
         _unpack(
