@@ -1,6 +1,7 @@
 """What is tried on each case: the oracles. Each returns None when all went as planned, the
 text of a deliberate error, or raises when something is wrong."""
 
+import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from dataservice.sources.catalog import find_index
 from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
+from dataservice.sources.lengths_file import map_lengths
 from dataservice.sources.reader import SourceReader
+from dataservice.sources.sound_lengths import require_sound_lengths
 from dataservice.workers.pack import check_planned_shape
 from dataservice.workers.read_and_decode import read_and_decode
 from dataservice.workers.sample_pipelines import Pipeline as DecodingPipeline
@@ -186,7 +189,14 @@ def index(_setting: None) -> Callable[[tuple[str, str]], str | None]:
         rng = random.Random(seed)
         files[suffix].write_bytes(mutated(intact[suffix], [intact[suffix]], rng))
         try:
-            catalog = find_index([spec], str(home / "index"), decoder.fingerprint).read()
+            found = find_index([spec], str(home / "index"), decoder.fingerprint)
+            if suffix == "bin":
+                lengths = found.rows.lengths()
+                try:
+                    require_sound_lengths(map_lengths(lengths)[0], DEFAULT_LIMITS)
+                finally:
+                    os.close(lengths)
+            catalog = found.read()
             assert catalog.samples == 50
             for ref, lengths in catalog.details(np.arange(50)):
                 assert 1 <= lengths.llm_tokens < 2**24

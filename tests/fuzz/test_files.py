@@ -93,7 +93,7 @@ def test_a_sample_that_changed_after_indexing_is_masked_or_what_it_was(
     )
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize("kind", ["json", "parquet", "bin"])
 def test_a_damaged_index_opens_soundly_or_is_refused(tally: Tally, kind: str) -> None:
     names = [f"{SEED} {kind} {number}".encode() for number in range(int(250 * FACTOR))]
     campaign(
