@@ -1,15 +1,19 @@
 """What a service over many jobs takes to serve again: `python -m benchmarks.scale.restarted`.
 
-A real service, with local workers, has so many jobs of one team over one index of short texts, and
-all of them have had an attempt. It is stopped and started; then a rank of the job that would be
-opened last asks for its step. Wall seconds, from the start of the process.
+A real service, with local workers, has so many jobs of one team over one index of short texts. Each
+has had an attempt, and the ledger has so many of its steps: by default those of a day, of 12 s
+each. The service is stopped and started; then a rank of the job that would be opened last asks for
+its step. Wall seconds, from the start of the process.
 """
 
 import argparse
 import json
+import sqlite3
 import sys
 import tempfile
 import time
+from contextlib import closing
+from dataclasses import astuple
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,10 +24,14 @@ from rich.console import Console
 from benchmarks.harness import Row
 from benchmarks.report import print_rows
 from dataservice.core.cursor import Cursor
-from dataservice.core.job import AttemptRecord
+from dataservice.core.job import AttemptRecord, LedgerEntry
+from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
+from dataservice.engine.planner import pass_over
 from dataservice.jobs.job_file import read_job
+from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.setup import index_job
 from dataservice.serving.coordinator_client import CoordinatorClient
+from dataservice.sources.index_cache import IndexCache
 from dataservice.state.sqlite import SqliteStateStore
 from demo.tokenizer import train_tokenizer
 from soak.service import ServiceProcess
@@ -32,6 +40,8 @@ from trainer_client import ShardDataset
 TEXTS = 1000
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "today")
 TURNS = 3
+STEP_S = 12.0
+STATE = "state.db"
 
 
 def made_job(home: Path) -> dict[str, Any]:
@@ -55,8 +65,9 @@ def made_job(home: Path) -> dict[str, Any]:
     return plain
 
 
-def register(service: ServiceProcess, home: Path, jobs: int) -> str:
-    """Have the service know so many jobs that have had an attempt. Returns the last one's name."""
+def register(service: ServiceProcess, home: Path, jobs: int, steps: int) -> str:
+    """Have the service know so many jobs that have had an attempt of so many steps. Returns the
+    last one's name."""
     plain, client = made_job(home), CoordinatorClient(service.address)
     names = [f"job-{number:04d}" for number in range(jobs)]
     for name in names:
@@ -74,7 +85,52 @@ def register(service: ServiceProcess, home: Path, jobs: int) -> str:
             )
         )
     store.close()
+    fill_ledger(service.state_dir / STATE, names, trained(yaml.safe_dump(plain), home, steps))
     return names[-1]
+
+
+def trained(spec_yaml: str, home: Path, steps: int) -> list[LedgerEntry]:
+    """The entries of so many steps of a job, all trained, the last one now."""
+    opener = JobOpener(
+        custom_processors={},
+        limits=DEFAULT_LIMITS,
+        allowed_roots=None,
+        opening=OpeningLimits(),
+        cache=IndexCache(home / "cache", 2**30),
+    )
+    entries, now_s = [], time.time()
+    with closing(opener):
+        opener.start()
+        (record,) = opener.read_job(spec_yaml, str(home), "")
+        setup, cursor = opener.open_job(record), Cursor()
+        for step in range(steps):
+            at_s = now_s - STEP_S * (steps - step)
+            entry = LedgerEntry(
+                job=record.name,
+                attempt=1,
+                step=step,
+                cursor=cursor.to_json(),
+                plan_digest=f"{step:032x}",
+                world_size=1,
+                cost_version="analytic",
+                planned_unix_s=at_s,
+                committed_unix_s=at_s,
+                predicted_s=STEP_S,
+                measured_s=STEP_S,
+                content=bytes(64),
+            )
+            entries.append(entry)
+            cursor = pass_over(setup, cursor, to_step=step + 1)
+    return entries
+
+
+def fill_ledger(state: Path, jobs: list[str], entries: list[LedgerEntry]) -> None:
+    """These entries for each of the jobs, at once: one by one they would take minutes."""
+    rows = [astuple(entry)[1:] for entry in entries]
+    with closing(sqlite3.connect(state)) as db, db:
+        for job in jobs:
+            values = ", ".join("?" * (len(rows[0]) + 1)) if rows else ""
+            db.executemany(f"INSERT INTO ledger VALUES ({values})", ((job, *row) for row in rows))
 
 
 def restarted(service: ServiceProcess, job: str) -> tuple[float, float]:
@@ -90,14 +146,14 @@ def restarted(service: ServiceProcess, job: str) -> tuple[float, float]:
     return serving_s, served_s
 
 
-def measured(jobs: int, folder: Path) -> list[Row]:
-    """The figures of so many jobs."""
+def measured(jobs: int, steps: int, folder: Path) -> list[Row]:
+    """The figures of so many jobs, each of so many steps."""
     home = folder / "service"
     home.mkdir()
     service = ServiceProcess(home=home)
     try:
         service.start()  # which compiles the planner where that was not done
-        last = register(service, folder, jobs)
+        last = register(service, folder, jobs, steps)
         turns = [restarted(service, last) for _ in range(TURNS)]
     finally:
         service.end()
@@ -105,7 +161,7 @@ def measured(jobs: int, folder: Path) -> list[Row]:
     return [
         Row(
             group="restart",
-            what=f"first shard of a rank, restarted with {jobs} jobs",
+            what=f"first shard of a rank, restarted with {jobs} jobs of {steps:,} steps",
             figure=served_s[0],
             unit="s",
             limit=10,
@@ -119,9 +175,10 @@ def main(arguments: list[str]) -> int:
     """Measure and print; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=int(24 * 3600 / STEP_S), help="of each job")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measured(options.jobs, Path(folder))
+        rows = measured(options.jobs, options.steps, Path(folder))
     print_rows(Console(), "A service that was started again", rows)
     for row in rows:
         print(row.explanation)
