@@ -15,9 +15,9 @@ import json
 import logging
 import struct
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, islice
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -95,6 +95,17 @@ class LengthCells:
             for cell in cells:
                 yield _bytes_of(stream, cell)
 
+    def reader(self) -> Callable[[Sequence[Cell]], Iterator[bytes]]:
+        """Gives the bytes of cells as `each` does, some at a time, all along one stream."""
+        due: deque[Cell] = deque()
+        data = self.each(iter(due.popleft, None))
+
+        def read(cells: Sequence[Cell]) -> Iterator[bytes]:
+            due.extend(cells)
+            return islice(data, len(cells))
+
+        return read
+
     def lengths(self, cells: Sequence[Cell], limits: DecodeLimits) -> list[LengthRecords]:
         """The lengths in these cells, checked. Raises as `each` does, and IndexStaleError where
         they could not be in an index of ours."""
@@ -112,8 +123,7 @@ class LengthCells:
     ) -> Iterator[pa.Table]:
         """The tables of these row groups, in the order of the index. Raises IndexStaleError where a
         part turns out to have other lengths than its cells pack, however its rows are divided."""
-        due: deque[Cell] = deque()
-        packed = self.each(iter(due.popleft, None))  # all along one stream
+        read = self.reader()
         for _, own in groupby(groups, key=lambda group: group[0].file.name):
             cells: Sequence[Cell] | None = None
             theirs, ours = _Digest(), _Digest()
@@ -122,10 +132,9 @@ class LengthCells:
                 if cells is not None:
                     theirs.add(columns_of(lengths))
                 yield table
-            due.extend(cells or ())
             with self._in_words():
-                for _ in cells or ():
-                    ours.add(packed_columns(next(packed)))
+                for data in read(cells or ()):
+                    ours.add(packed_columns(data))
                 if cells and ours.value != theirs.value:
                     raise ValueError("it packs other lengths than the index's parts have")
 
@@ -178,12 +187,17 @@ def _write(
 ) -> None:
     """Raises _OtherBytesError where cells of a part cannot be copied that is not `distrusted`."""
     head: list[tuple[str, str, list[tuple[int, int, int]]]] = []
+    read = known.reader()
     with folder.replace(LENGTHS) as stream:
         for record in records:
             name, written = part_name(record.file.name), []
             copied = None if name in distrusted else known.of(record)
             try:
-                for rows, cell in _cells_of(folder, record, known, copied):
+                if copied is None:
+                    cells = packed_cells(folder, record)
+                else:
+                    cells = zip((cell.rows for cell in copied), read(copied), strict=True)
+                for rows, cell in cells:
                     written.append((rows, len(cell), crc32(cell)))
                     stream.write(cell)
             except IndexStaleError as error:
@@ -195,15 +209,6 @@ def _write(
         stream.write(text + _END.pack(len(text), _FORM))
 
 
-def _cells_of(
-    folder: IndexFolder, record: PartRecord, known: LengthCells, copied: Sequence[Cell] | None
-) -> Iterator[tuple[int, bytes]]:
-    """The rows and bytes of each cell of a part."""
-    if copied is None:
-        return packed_cells(folder, record)
-    return zip((cell.rows for cell in copied), known.each(copied), strict=True)
-
-
 class _Digest:
     """Of lengths, however their rows are divided."""
 
@@ -213,7 +218,7 @@ class _Digest:
     def add(self, columns: Collection[NDArray[Any]]) -> None:
         self._streams = self._streams or [hashlib.blake2b() for _ in columns]
         for stream, column in zip(self._streams, columns, strict=True):
-            stream.update(np.ascontiguousarray(column, dtype="<i8"))
+            stream.update(np.ascontiguousarray(column, dtype="<i4"))
 
     @property
     def value(self) -> list[bytes]:
