@@ -254,6 +254,11 @@ def _search_without_room(setup: JobSetup, topology: Topology, room: EncoderRoom)
     for first in range(0, setup.catalog.samples, SAMPLES_AT_ONCE):
         ids = np.arange(first, min(first + SAMPLES_AT_ONCE, setup.catalog.samples))
         lengths = setup.catalog.lengths(ids)
+        if setup.options.stages.context != "static":  # which may put all on wider groups
+            rows = room.may_be_lacked_by(lengths, setup.options.memory_tokens)
+            if not rows.size:
+                continue
+            ids, lengths = ids[rows], lengths.take(rows)
         units = lengths.item_units(setup.unit_frames)
         step = step_room(lengths, units, topology, setup.options, room)
         found = sample_without_room(step, setup.options.memory_tokens)

@@ -17,6 +17,7 @@ from dataservice.planning.compose import StepSamples, compose_step, split_window
 from dataservice.planning.context.degrees import degrees_by_dp, degrees_by_threshold
 from dataservice.planning.context.groups import plan_context_waves
 from dataservice.planning.context.many import find_many_waves
+from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.loads.partition import ALGORITHMS, partition
 from dataservice.planning.packs.bfd import pack_bfd
 from dataservice.planning.packs.isf import pack_isf
@@ -56,6 +57,8 @@ def warm_up() -> None:
             plan = compose_step(samples, step=0, topology=topology, options=options)
             validate_plan(plan, memory_tokens=MEMORY_TOKENS, sample_count=SAMPLES)
     _warm_placement(plan)
+    if (room := EncoderRoom.of(tight, Topology(world_size=4))) is not None:
+        room.may_be_lacked_by(samples.lengths, MEMORY_TOKENS)
     listed = listed_items(plan)
     encoded_parts(listed, encode_order(plan, listed))
 

@@ -322,6 +322,45 @@ def test_baselines_of_many_samples_are_refused_by_what_their_packs_take(monkeypa
     assert set(seen) == {"packing", "length_grouped", "random"}
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    n=st.integers(1, 120),
+    replicas=st.sampled_from([1, 2, 3, 8]),
+    stages=st.sampled_from([1, 1, 2]),
+    seed=st.integers(0, 10**6),
+    vision=st.sampled_from([0.0, 3.0, 20.0, 90.0, 400.0]),
+    audio=st.sampled_from([1.0, 15.0, 60.0, 300.0]),
+    unit_frames=st.sampled_from([0, 1]),
+    longest=st.sampled_from([300, 2000, 9000]),
+    context=st.sampled_from(["dynamic", "power_of_two"]),
+)
+def test_what_surely_has_room_is_not_looked_at_and_nothing_without_room_is_missed(
+    n, replicas, stages, seed, vision, audio, unit_frames, longest, context
+):
+    lengths = in_frames(step_samples(n, seed, longest=longest), unit_frames).lengths
+    model, topology = memory(vision, audio, stages), pipelined(replicas, stages, None)
+    options = PlanOptions(memory=model, context=context).over(topology)
+    room = EncoderRoom.of(model, topology)
+    assert room is not None
+
+    def without_room(some):
+        units = some.item_units(unit_frames)
+        return sample_without_room(step_room(some, units, topology, options, room), MEMORY)
+
+    rows = room.may_be_lacked_by(lengths, MEMORY)
+    missed = [k for k in range(n) if k not in rows and without_room(lengths.take([k])) is not None]
+    assert not missed
+    found = without_room(lengths.take(rows)) if rows.size else None
+    assert without_room(lengths) == (None if found is None else rows[found])
+    tokens = lengths.llm_tokens
+    of_items = np.add.reduceat(
+        np.append(lengths.item_encoder_tokens * max(vision, audio, 1.0) * 2, 0.0),
+        np.minimum(lengths.item_offsets[:-1], len(lengths.item_encoder_tokens)),
+    )
+    small = (tokens <= MEMORY) & (tokens * TOKEN + of_items + 1 <= room.microbatch_bytes)
+    assert not np.isin(np.flatnonzero(small), rows).any()
+
+
 def test_a_clip_beyond_one_replica_has_no_room_and_is_found():
     model = memory(10.0, 0.0)
     topology = Topology(world_size=4)

@@ -68,6 +68,21 @@ class EncoderRoom:
         one keeps a small part of what a microbatch may, where its units allow: int64[m]."""
         return _piece_counts(unit_bytes, units, self.microbatch_bytes)
 
+    def may_be_lacked_by(self, lengths: LengthTable, memory_tokens: int) -> NDArray[np.int64]:
+        """The samples [k], rising, for which a replica that holds so many tokens may have no room,
+        where a sample may be on one replica. All others surely have it there, however their items
+        are cut: nearly all, in a hundredth of the time that it takes to find out. O(n + m)."""
+        return _may_lack_room(
+            lengths.llm_tokens,
+            lengths.item_offsets,
+            lengths.item_modality,
+            lengths.item_encoder_tokens,
+            np.array(self.token_bytes),
+            self.llm_token_bytes,
+            self.microbatch_bytes,
+            memory_tokens,
+        )
+
     def of_all(self, lengths: LengthTable) -> "AllBytes":
         """What these samples keep in all. O(n + m)."""
         encoder_bytes, weighted, pieces = _sums(
@@ -146,6 +161,33 @@ def _sums(
         weighted += size * min(part, PIECE_SHARE)
         pieces += max(part / PIECE_SHARE, 1.0)
     return total, weighted, pieces
+
+
+@kernel
+def _may_lack_room(
+    llm_tokens: NDArray[np.int32],
+    item_offsets: NDArray[np.int64],
+    modality: NDArray[np.int8],
+    encoder_tokens: NDArray[np.int32],
+    token_bytes: NDArray[np.float64],
+    llm_token_bytes: float,
+    microbatch_bytes: int,
+    memory_tokens: int,
+) -> NDArray[np.int64]:
+    found, count = np.empty(llm_tokens.size, np.int64), 0
+    for sample in range(llm_tokens.size):
+        first, last = item_offsets[sample], item_offsets[sample + 1]
+        if first == last:
+            continue
+        held = np.int64(np.ceil(llm_token_bytes * llm_tokens[sample]))
+        for item in range(first, last):
+            tokens = np.int64(encoder_tokens[item])
+            # Each unit is rounded up, and there are no more units than tokens.
+            held += np.int64(np.ceil(token_bytes[modality[item]] * tokens)) + tokens
+        if llm_tokens[sample] > memory_tokens or held > microbatch_bytes:
+            found[count] = sample
+            count += 1
+    return found[:count].copy()
 
 
 @kernel
