@@ -179,11 +179,11 @@ def _may_lack_room(
         first, last = item_offsets[sample], item_offsets[sample + 1]
         if first == last:
             continue
-        held = np.int64(np.ceil(llm_token_bytes * llm_tokens[sample]))
+        held = np.ceil(llm_token_bytes * llm_tokens[sample])  # in floats nothing is too large
         for item in range(first, last):
-            tokens = np.int64(encoder_tokens[item])
+            tokens = encoder_tokens[item]
             # Each unit is rounded up, and there are no more units than tokens.
-            held += np.int64(np.ceil(token_bytes[modality[item]] * tokens)) + tokens
+            held += np.ceil(token_bytes[modality[item]] * tokens) + tokens
         if llm_tokens[sample] > memory_tokens or held > microbatch_bytes:
             found[count] = sample
             count += 1
