@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from dataservice.sources.index_folder import part_name
+from dataservice.sources.index_folder import LENGTHS, part_name
 from dataservice.sources.part_sums import SUMS
 from soak.processes import family, workers
 from soak.service import ROOT
@@ -84,7 +84,8 @@ def summaries(text: str) -> dict[str, Any]:
 
 def require_alike(home: Path, index: Path) -> None:
     """Both indexes have the same files, bit by bit; of the large one, which was indexed in pieces,
-    the record of its samples' digests is the same. Sums of parts are of a run behind another."""
+    the record of its samples' digests is the same, and its lengths are packed as it has them. Sums
+    of parts are of a run behind another."""
     files = [
         {
             str(path.relative_to(folder)): path.read_bytes()
@@ -94,7 +95,8 @@ def require_alike(home: Path, index: Path) -> None:
         for folder in (home / "here", index)
     ]
     assert files[0].keys() == files[1].keys()
-    assert [name for name in files[0] if files[0][name] != files[1][name]] == [LARGE]
+    otherwise = {name for name in files[0] if files[0][name] != files[1][name]}
+    assert otherwise == {LARGE, f"texts/{LENGTHS}"}
     assert "texts/manifest.json" in files[0], "which has the digest of each part"
 
 
