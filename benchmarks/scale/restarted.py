@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import astuple
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,15 +23,15 @@ from rich.console import Console
 
 from benchmarks.harness import Row
 from benchmarks.report import print_rows
+from benchmarks.scale.submitted_index import opened
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import AttemptRecord, LedgerEntry
-from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
 from dataservice.engine.planner import pass_over
 from dataservice.jobs.job_file import read_job
-from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.setup import index_job
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.sources.index_cache import IndexCache
+from dataservice.state.directory import FILE
 from dataservice.state.sqlite import SqliteStateStore
 from demo.tokenizer import train_tokenizer
 from soak.service import ServiceProcess
@@ -41,7 +41,6 @@ TEXTS = 1000
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "today")
 TURNS = 3
 STEP_S = 12.0
-STATE = "state.db"
 
 
 def made_job(home: Path) -> dict[str, Any]:
@@ -85,28 +84,22 @@ def register(service: ServiceProcess, home: Path, jobs: int, steps: int) -> str:
             )
         )
     store.close()
-    fill_ledger(service.state_dir / STATE, names, trained(yaml.safe_dump(plain), home, steps))
+    job = home / "job.yaml"
+    job.write_text(yaml.safe_dump(plain))
+    fill_ledger(service.state_dir / FILE, names, trained(job, steps))
     return names[-1]
 
 
-def trained(spec_yaml: str, home: Path, steps: int) -> list[LedgerEntry]:
+def trained(job: Path, steps: int) -> list[LedgerEntry]:
     """The entries of so many steps of a job, all trained, the last one now."""
-    opener = JobOpener(
-        custom_processors={},
-        limits=DEFAULT_LIMITS,
-        allowed_roots=None,
-        opening=OpeningLimits(),
-        cache=IndexCache(home / "cache", 2**30),
-    )
     entries, now_s = [], time.time()
-    with closing(opener):
-        opener.start()
-        (record,) = opener.read_job(spec_yaml, str(home), "")
-        setup, cursor = opener.open_job(record), Cursor()
+    with closing(opened(job, IndexCache(job.parent / "cache", 2**30))) as openings:
+        _, setup = next(openings)
+        cursor = Cursor()
         for step in range(steps):
             at_s = now_s - STEP_S * (steps - step)
             entry = LedgerEntry(
-                job=record.name,
+                job=setup.record.name,
                 attempt=1,
                 step=step,
                 cursor=cursor.to_json(),
@@ -126,11 +119,11 @@ def trained(spec_yaml: str, home: Path, steps: int) -> list[LedgerEntry]:
 
 def fill_ledger(state: Path, jobs: list[str], entries: list[LedgerEntry]) -> None:
     """These entries for each of the jobs, at once: one by one they would take minutes."""
-    rows = [astuple(entry)[1:] for entry in entries]
+    values = ", ".join("?" * len(fields(LedgerEntry)))
     with closing(sqlite3.connect(state)) as db, db:
         for job in jobs:
-            values = ", ".join("?" * (len(rows[0]) + 1)) if rows else ""
-            db.executemany(f"INSERT INTO ledger VALUES ({values})", ((job, *row) for row in rows))
+            rows = (astuple(replace(entry, job=job)) for entry in entries)
+            db.executemany(f"INSERT INTO ledger VALUES ({values})", rows)
 
 
 def restarted(service: ServiceProcess, job: str) -> tuple[float, float]:

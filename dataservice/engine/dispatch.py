@@ -338,7 +338,7 @@ class Dispatcher:
         """
         step.asked = True
         held, astray = step.holder[packs], {-1}
-        if self._balancer.silent or not step.reachability.holds:
+        if self._balancer.silent or not step.reachability.intact:
             names = [*step.reachability.avoided_by(rank), *self._balancer.silent]
             astray |= step.numbers_of(names)  # they are few
         if not (failed or slow) and astray.isdisjoint(held.tolist()):

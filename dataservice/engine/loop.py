@@ -197,7 +197,7 @@ class AttemptLoop:
     ) -> RankShard | SkippedSteps | EndOfData:
         """This rank's part of a step, as soon as it is planned, with a ticket for the `wanted`
         bytes; of a step that is skipped, which comes next."""
-        if self._has_received(claim, received_step):
+        if self._note_received(claim, received_step):
             await self._take_received()
         if self._skips.record(step) is not None:
             return SkippedSteps(next_step=self._skips.next_trained(step))
@@ -243,7 +243,7 @@ class AttemptLoop:
         planned the step, StateError, which ends the attempt, where the store cannot be written."""
         if step > self._recorded:
             raise NotFoundError(self._never_handed_out(step))
-        if step > claim.received_step and self._has_received(claim, step):
+        if step > claim.received_step and self._note_received(claim, step):
             await self._take_received()
         try:
             await self._commits.note(claim, step, measured_s, phase_s)
@@ -405,7 +405,7 @@ class AttemptLoop:
         most = self._setup.ready_steps
         await self._window.wait_until(lambda: self._ahead() < most and self._releasing < most)
 
-    def _has_received(self, claim: Claim, received_step: int) -> bool:
+    def _note_received(self, claim: Claim, received_step: int) -> bool:
         """Note it; whether every rank has received more now, or a step that was planned again, as
         nearly no call of a rank finds."""
         # A client may claim anything; the window moves only by steps that were planned.

@@ -67,7 +67,7 @@ class Reachability:
             )
 
     @property
-    def holds(self) -> bool:
+    def intact(self) -> bool:
         """Whether no path is broken, as nearly always."""
         return not self._broken
 

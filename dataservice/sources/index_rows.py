@@ -10,7 +10,7 @@ decompressed, only when all is read. So they are to be read in a process that ma
 """
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,14 +27,18 @@ from dataservice.core.sample import LengthTable
 from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.index_part import ROWS_PER_GROUP
-from dataservice.sources.length_cells import LengthCells
+from dataservice.sources.length_cells import Cell, LengthCells
 from dataservice.sources.lengths_file import LengthRecords, LengthsFile
 from dataservice.sources.manifest import PartRecord
-from dataservice.sources.part_reader import part_lengths, read_part, read_part_rows
+from dataservice.sources.part_reader import (
+    ROWS_A_SHARE,
+    part_lengths,
+    read_part,
+    read_part_rows,
+)
 from dataservice.sources.parts_in_order import READERS, in_order
 
 SHARES = 4 * READERS  # of a few rows, read at once
-ROWS_A_SHARE = 8 * ROWS_PER_GROUP  # of lengths, about: several shares are read at once
 LEAST_ROWS = 64  # of such a share: neighbours of which both need a row group each read it
 
 _Group = tuple[IndexFolder, PartRecord, pa.Table, LengthTable]
@@ -114,20 +118,14 @@ class IndexRows:
     def _shares(self) -> Iterator[Callable[[], Sequence[LengthRecords]]]:
         """Shares of the lengths, one behind the other; each reads its own."""
         known = self._cells()
-        cells_of = [known[folder].of(record) for folder, record in self.parts]
-        alike = groupby(
-            zip(self.parts, cells_of, strict=True), key=lambda of: (of[0][0], of[1] is None)
-        )
-        for (folder, unknown), parts in alike:
+        parts = [(folder, record, known[folder].of(record)) for folder, record in self.parts]
+        for (folder, unknown), alike in groupby(parts, key=lambda part: (part[0], part[2] is None)):
             if unknown:
-                for part, _ in parts:
-                    yield from part_lengths(*part, self.limits)
-                continue
-            cells = [cell for _, own in parts for cell in own or ()]
-            numbers = np.cumsum([cell.rows for cell in cells]) // ROWS_A_SHARE
-            for _, share in groupby(zip(numbers.tolist(), cells, strict=True), key=itemgetter(0)):
-                own = [cell for _, cell in share]
-                yield partial(known[folder].lengths, own, self.limits)
+                for _, record, _ in alike:
+                    yield from part_lengths(folder, record, self.limits)
+            else:
+                for cells in _some(cell for _, _, own in alike for cell in own or ()):
+                    yield partial(known[folder].lengths, cells, self.limits)
 
     def _by_part(
         self, rows: NDArray[np.int64]
@@ -137,6 +135,20 @@ class IndexRows:
         for part, start, first, end in zip(self.parts, starts, cuts, cuts[1:], strict=False):
             if first < end:
                 yield part, rows[first:end] - start
+
+
+def _some(cells: Iterable[Cell]) -> Iterator[list[Cell]]:
+    """These cells, so many together as a share has rows."""
+    together: list[Cell] = []
+    rows = 0
+    for cell in cells:
+        together.append(cell)
+        rows += cell.rows
+        if rows >= ROWS_A_SHARE:
+            yield together
+            together, rows = [], 0
+    if together:
+        yield together
 
 
 def _write(

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
+from operator import itemgetter
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -124,12 +125,11 @@ class LengthCells:
         """The tables of these row groups, in the order of the index. Raises IndexStaleError where a
         part turns out to have other lengths than its cells pack, however its rows are divided."""
         read = self.reader()
-        for _, own in groupby(groups, key=lambda group: group[0].file.name):
-            cells: Sequence[Cell] | None = None
+        for record, own in groupby(groups, key=itemgetter(0)):
+            cells = self.of(record)
             theirs, ours = _Digest(), _Digest()
-            for record, table, lengths in own:
-                cells = self.of(record)
-                if cells is not None:
+            for _, table, lengths in own:
+                if cells:
                     theirs.add(columns_of(lengths))
                 yield table
             with self._in_words():

@@ -39,7 +39,7 @@ from dataservice.sources.soundness import (
 
 _ROW_COLUMNS = [*LENGTH_COLUMNS, *DETAIL_COLUMNS, *ITEM_NOTES, LOSS_WEIGHT]
 _COLUMNS = [*_ROW_COLUMNS, "content"]
-GROUPS_A_SHARE = 8  # of a part's lengths, at least
+ROWS_A_SHARE = 8 * ROWS_PER_GROUP  # of lengths, about: several shares are read at once
 _LENGTHS_ALONE = [*LENGTH_COLUMNS, "item_shape"]
 
 
@@ -92,7 +92,7 @@ def part_lengths(
     manifest's `record` says.
     """
     part = _PartLengths(folder, record, limits)
-    shares = max(1, record.rows // (GROUPS_A_SHARE * ROWS_PER_GROUP))
+    shares = max(1, record.rows // ROWS_A_SHARE)
     return [partial(part.read, k, shares) for k in range(shares)]
 
 

@@ -19,7 +19,7 @@ from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import IntArray
 from dataservice.core.sample_columns import SampleColumns
-from dataservice.sources import index_part, index_rows, part_reader
+from dataservice.sources import index_rows
 from dataservice.sources.catalog import FoundIndex, IndexedCatalog, find_index, find_rows
 from dataservice.sources.catalog_handover import take_over_details, take_over_lengths
 from dataservice.sources.index import build_index
@@ -27,9 +27,13 @@ from dataservice.sources.index_part import LENGTH_COLUMNS, PACKED
 from dataservice.sources.late_details import FETCHED_KEPT, LateDetails
 from dataservice.sources.length_cells import LENGTHS as LENGTHS_FILE
 from dataservice.sources.sound_lengths import require_sound_lengths
+from tests.sources.support import (
+    ROWS_A_SMALL_GROUP,
+    in_small_row_groups,
+    pictures_and_texts,
+)
 from tests.waiting import LIMIT_S, wait_for
 
-ROWS_PER_GROUP = 4
 LENGTHS = ("llm_tokens", "loss_tokens", "item_offsets", "item_modality", "item_encoder_tokens",
            "item_llm_tokens", "item_position", "item_frames")  # fmt: skip
 
@@ -79,16 +83,9 @@ def index(
     measurer: Callable[[], SampleMeasurer],
 ) -> Index:
     """Pictures and texts in three parts of several row groups, which are read a few at a time."""
-    monkeypatch.setattr(index_part, "ROWS_PER_GROUP", ROWS_PER_GROUP)
-    monkeypatch.setattr(part_reader, "ROWS_PER_GROUP", ROWS_PER_GROUP)
-    monkeypatch.setattr(part_reader, "GROUPS_A_SHARE", 2)  # several are read at once
-    monkeypatch.setattr(index_rows, "ROWS_A_SHARE", 2 * ROWS_PER_GROUP)
+    in_small_row_groups(monkeypatch)
     for shard in range(3):
-        members = []
-        for k in range(10 + shard):
-            members += [(f"{shard}{k:02d}.{i}.jpg", b"J" * (i + 1)) for i in range(k % 3)]
-            members += [(f"{shard}{k:02d}.txt", b"word " * (k + 1))]
-        write_tar(tmp_path / "data" / f"{shard}.tar", members)
+        write_tar(tmp_path / "data" / f"{shard}.tar", pictures_and_texts(shard, 10 + shard))
     source = spec(tmp_path / "data" / "*.tar", "webdataset", name="media")
     build_index(source, out_dir=str(tmp_path / "index"), make_measurer=measurer)
     if request.param in OF_PARTS_ALONE:
@@ -96,7 +93,7 @@ def index(
     if request.param == "of an older release":
         for part in parts_of(tmp_path):
             table = pq.read_table(part).drop_columns([PACKED])
-            pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
+            pq.write_table(table, part, row_group_size=ROWS_A_SMALL_GROUP)
     return Index(source, str(tmp_path / "index"), measurer().fingerprint)
 
 
@@ -115,7 +112,7 @@ def changed(part: Path, column: str, change: Callable[[list[Any]], None]) -> Non
     change(cells)
     field = table.schema.field(place)
     table = table.set_column(place, field, pa.array(cells, field.type))
-    pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
+    pq.write_table(table, part, row_group_size=ROWS_A_SMALL_GROUP)
 
 
 def test_lengths_that_come_first_are_those_of_the_whole(index):
@@ -309,7 +306,7 @@ def test_packed_lengths_that_are_damaged_are_refused_or_sound(index, tmp_path):
     for _ in range(100):
 
         def damage(cells: list[Any]) -> None:
-            group = rng.randrange(0, len(cells), ROWS_PER_GROUP)
+            group = rng.randrange(0, len(cells), ROWS_A_SMALL_GROUP)
             data = bytearray(cells[group])
             data[rng.randrange(4, len(data))] = rng.choice((0, 1, 127, 128, 255))
             cells[group] = bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
@@ -341,7 +338,7 @@ def test_a_column_that_packs_nothing_is_refused(index, tmp_path, cells, reason):
     part = parts_of(tmp_path)[1]
     table = pq.read_table(part).drop_columns([PACKED])
     table = table.append_column(PACKED, cells(table.num_rows))
-    pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
+    pq.write_table(table, part, row_group_size=ROWS_A_SMALL_GROUP)
     for read in (index.found.rows.lengths, index.found.rows.details):
         with pytest.raises(IndexStaleError, match=reason):
             read()

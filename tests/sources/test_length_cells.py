@@ -19,7 +19,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import LengthTable
-from dataservice.sources import index_part, part_reader
+from dataservice.sources import part_reader
 from dataservice.sources.catalog import FoundIndex, find_index
 from dataservice.sources.index import build_index
 from dataservice.sources.index_folder import IndexFolder
@@ -28,8 +28,12 @@ from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.length_cells import LENGTHS, LengthCells
 from dataservice.sources.lengths_file import COLUMNS, map_lengths
 from dataservice.sources.sound_lengths import require_sound_lengths
+from tests.sources.support import (
+    ROWS_A_SMALL_GROUP,
+    in_small_row_groups,
+    pictures_and_texts,
+)
 
-ROWS_PER_GROUP = 4
 PARTS = 6
 
 
@@ -54,10 +58,7 @@ class Index:
             self.write_shard(shard, rows=3 * shard + 1)
 
     def write_shard(self, shard: int, *, rows: int, words: int = 1) -> None:
-        members = []
-        for k in range(rows):
-            members += [(f"{shard}{k:02d}.{i}.jpg", b"J" * (i + 1)) for i in range(k % 3)]
-            members += [(f"{shard}{k:02d}.txt", b"word " * (k + words))]
+        members = pictures_and_texts(shard, rows, words)
         self._write_tar(self._home / "data" / f"{shard}.tar", members)
 
     def index(self) -> None:
@@ -75,24 +76,23 @@ class Index:
 
     def lengths(self) -> LengthTable:
         """As they come first."""
-        descriptor = self.rows.lengths()
-        try:
-            return map_lengths(descriptor)[0]
-        finally:
-            os.close(descriptor)
+        return _mapped(self.rows.lengths())
 
     def whole(self) -> LengthTable:
         """As the parts have them."""
-        descriptor, _ = self.rows.read()
-        try:
-            return map_lengths(descriptor)[0]
-        finally:
-            os.close(descriptor)
+        return _mapped(self.rows.read()[0])
 
     def known(self) -> list[bool]:
         """Of which parts the file has the lengths."""
         cells = LengthCells(IndexFolder(str(self._home / "index"), self._source.name))
         return [cells.of(record) is not None for _, record in self.rows.parts]
+
+
+def _mapped(descriptor: int) -> LengthTable:
+    try:
+        return map_lengths(descriptor)[0]
+    finally:
+        os.close(descriptor)
 
 
 @pytest.fixture
@@ -103,8 +103,7 @@ def index(
     write_tar: Callable[..., Path],
     measurer: Callable[[], SampleMeasurer],
 ) -> Index:
-    monkeypatch.setattr(index_part, "ROWS_PER_GROUP", ROWS_PER_GROUP)
-    monkeypatch.setattr(part_reader, "ROWS_PER_GROUP", ROWS_PER_GROUP)
+    in_small_row_groups(monkeypatch)
     source = spec(tmp_path / "data" / "*.tar", "webdataset", name="media")
     index = Index(tmp_path, source, measurer, write_tar)
     index.index()
@@ -170,7 +169,7 @@ def test_parts_of_a_release_that_packed_nothing_or_otherwise_are_packed_anew(ind
         kept = table.drop_columns([PACKED])
         if number % 2:
             kept = kept.append_column(PACKED, [cells])
-        rewrite(part, kept, ROWS_PER_GROUP)
+        rewrite(part, kept, ROWS_A_SMALL_GROUP)
     (index.folder / LENGTHS).unlink()
     before = [path.read_bytes() for path in sorted(index.folder.glob("part-*.parquet"))]
     index.index()
