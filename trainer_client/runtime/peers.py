@@ -235,9 +235,11 @@ class PeerGroup:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    break
             if communicator.board.any_report():
                 raise RuntimeError("another member of the group reported a failure")
+        # It failed, or ended between the end of the slice and the question: it says which.
+        work.wait()
 
     def check_alive(self, action: str) -> None:
         """Raises GroupPoolError where the connections were dropped."""

@@ -69,12 +69,14 @@ def run_world(
 
 
 def _answers(folder: Path, size: int, ends: str) -> dict[int, Any]:
+    failed = [path for rank in range(size) if (path := folder / f"rank{rank}.failed").exists()]
+    if failed:
+        # In the order in which they failed: what the first says is most often the cause.
+        failed.sort(key=lambda path: path.stat().st_mtime_ns)
+        said = "\n".join(f"{path.stem}:\n{path.read_text()}" for path in failed)
+        raise WorldFailed(f"{said}\nProcesses ended with {ends}.")
     answers = {}
     for rank in range(size):
-        failed = folder / f"rank{rank}.failed"
-        if failed.exists():
-            said = failed.read_text()
-            raise WorldFailed(f"rank {rank}:\n{said}\nProcesses ended with {ends}.")
         answer = folder / f"rank{rank}.pt"
         if answer.exists():
             answers[rank] = torch.load(answer, weights_only=False)

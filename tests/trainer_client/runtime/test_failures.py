@@ -15,6 +15,7 @@ from trainer_client.runtime import (
     exchange_features,
     ring_attention,
 )
+from trainer_client.runtime.host_transport import HostTransport
 
 # A quarter of it is the survivors' time to write whom they waited for: a busy machine may keep one
 # of them waiting for a second, and it must not be taken for lost as well.
@@ -179,3 +180,43 @@ def a_slow_member(rank, size):
 
 def test_a_slow_replica_is_waited_for(world):
     assert world(a_slow_member, 2) == {0: 2.0, 1: 2.0}
+
+
+class EndsWithTheSlice:
+    """Gloo's work that ends between the end of a slice of waiting and the question whether it has:
+    a moment that a busy machine makes long."""
+
+    def __init__(self, work, store):
+        self._work, self._store = work, store
+        self.is_completed = work.is_completed
+
+    def wait(self, *limit):
+        try:
+            return self._work.wait(*limit)
+        except RuntimeError:
+            self._store.set("a slice ended", "")
+            while not self.is_completed():
+                time.sleep(0.001)
+            raise
+
+
+def a_member_that_comes_as_a_slice_ends(rank, size, manner):
+    store = dist.distributed_c10d._get_default_store()
+    group = group_of_all(rank, size)
+    total = torch.ones(1)
+    allreduce = HostTransport.allreduce
+    HostTransport.allreduce = lambda *given: EndsWithTheSlice(allreduce(*given), store)
+    if rank == 1:
+        store.wait(["a slice ended"])
+        if manner == "dies":
+            os._exit(9)
+    try:
+        group.post_sum(total, action="the gradient sum").wait()
+        return float(total)
+    except PeerError as error:
+        return error.culprits
+
+
+@pytest.mark.parametrize(("manner", "answers"), [("comes", {0: 2.0, 1: 2.0}), ("dies", {0: (1,)})])
+def test_a_sum_that_ends_as_a_slice_of_waiting_does_is_what_it_came_to(world, manner, answers):
+    assert world(a_member_that_comes_as_a_slice_ends, 2, manner) == answers
