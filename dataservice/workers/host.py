@@ -131,7 +131,7 @@ class DecodingHost:
         self._room = HeldBytes(held_bytes)
         self._pad_tokens: dict[str, int] = {}
         self._held: dict[PackKey, _Held] = {}
-        self._awaited: dict[PackKey, asyncio.Future[_Held]] = {}
+        self._awaited: dict[PackKey, list[asyncio.Future[_Held]]] = {}  # one of each asker
         self._order_grace_s = order_grace_s
         self._samples_decoded = 0
         self._samples_masked = 0
@@ -237,10 +237,11 @@ class DecodingHost:
         loop = asyncio.get_running_loop()
         held = _Held(order=order, ready=loop.create_future(), ordered_s=loop.time())
         self._held[order.key] = held
-        arrival = self._awaited.pop(order.key, None)
+        arrivals = [each for each in self._awaited.pop(order.key, ()) if not each.done()]
         let_in = self._room.add(order.key, planned_bytes(order))
-        if arrival is not None:
+        for arrival in arrivals:
             arrival.set_result(held)
+        if arrivals:
             let_in = let_in or self._room.ask(order.key)
         if let_in:
             self._let_in([order.key])
@@ -306,13 +307,17 @@ class DecodingHost:
 
     async def _ordered(self, key: PackKey) -> _Held:
         """A rank may come with its ticket before the coordinator's order has arrived."""
-        arrival = self._awaited.setdefault(key, asyncio.get_running_loop().create_future())
+        arrival = asyncio.get_running_loop().create_future()
+        askers = self._awaited.setdefault(key, [])
+        askers.append(arrival)
         try:
-            return await asyncio.wait_for(asyncio.shield(arrival), self._order_grace_s)
+            return await asyncio.wait_for(arrival, self._order_grace_s)
         except TimeoutError as error:
             raise _unknown(key) from error
         finally:
-            self._awaited.pop(key, None)
+            askers.remove(arrival)
+            if not askers and self._awaited.get(key) is askers:
+                del self._awaited[key]
 
 
 def _receipt(

@@ -177,6 +177,19 @@ async def test_a_rank_that_comes_before_the_order_waits_for_it(library):
     host.close()
 
 
+async def test_a_rank_waits_for_the_order_although_another_call_for_it_went_away(library):
+    host = DecodingHost(threads(library), order_grace_s=60)
+    key = order("a").key
+    lost, early = (asyncio.create_task(host.sequence(key, 0)) for _ in range(2))
+    await asyncio.sleep(0)
+    lost.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await lost
+    await host.prepare(order("a"))
+    assert (await asyncio.wait_for(early, 30))["input_ids"].tolist() == [1] * 4
+    host.close()
+
+
 async def test_what_was_never_ordered_is_not_found(host):
     with pytest.raises(NotFoundError, match="never ordered here"):
         await host.sequence(order("a").key, 0)
