@@ -36,6 +36,22 @@ def test_whole_numbers_are_sorted_stably_however_many_bits_differ(sizes, dtype, 
     np.testing.assert_array_equal(radix_argsort(keys), np.argsort(keys, kind="stable"))
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    heights=st.lists(st.sampled_from([0, 1, 7, 2**20, 2**31]), min_size=1, max_size=4),
+    count=st.integers(0, 700),
+    below=st.sampled_from([1, 5, 1 << 9, 1 << 33]),
+    seed=st.integers(0, 9),
+)
+def test_keys_that_differ_in_their_lowest_bits_alone_are_sorted_by_them(
+    heights, count, below, seed
+):
+    draw = np.random.default_rng(seed)
+    keys = np.array(heights, np.uint64)[draw.integers(0, len(heights), count)] << np.uint64(32)
+    keys |= draw.integers(0, below, count).astype(np.uint64)
+    np.testing.assert_array_equal(radix_argsort(keys), np.argsort(keys, kind="stable"))
+
+
 def test_crowded_ranks_raise_the_certificate():
     # Four items of 3 on three ranks: some rank holds two of them, whatever the mean says.
     assert certify(np.array([3.0, 3.0, 3.0, 3.0]), 3, equal_count=False) == 6

@@ -14,6 +14,7 @@ from dataservice.planning.kernels.compile import kernel, leaf
 _DIGIT_BITS = 11
 _BUCKETS = 1 << _DIGIT_BITS
 _LOW = (1 << 32) - 1
+_FEW = 64  # that are inserted one by one: a pass takes as long as its buckets
 
 
 @kernel
@@ -50,38 +51,66 @@ def _argsort_carried(carried: NDArray[np.uint64], differing: np.uint64) -> NDArr
     return order
 
 
+@leaf
+def _insert_few(order: NDArray[np.int64], begin: int, end: int, keys: NDArray[np.uint64]) -> None:
+    """Sort order[begin:end] by keys, ties as they stand."""
+    for place in range(begin + 1, end):
+        moved = order[place]
+        key = keys[moved]
+        hole = place
+        while hole > begin and keys[order[hole - 1]] > key:
+            order[hole] = order[hole - 1]
+            hole -= 1
+        order[hole] = moved
+
+
+@kernel
+def _sort_alike(order: NDArray[np.int64], keys: NDArray[np.uint64], below: np.uint64) -> None:
+    """Sort each run of `order` whose keys are alike but for their lowest `below` bits, at most 32
+    of them, by these."""
+    lowest = (np.uint64(1) << below) - np.uint64(1)
+    begin = 0
+    while begin < order.size:
+        last = keys[order[begin]]
+        high = last >> below
+        rises = True
+        end = begin + 1
+        while end < order.size and keys[order[end]] >> below == high:
+            rises = rises and last <= keys[order[end]]
+            last = keys[order[end]]
+            end += 1
+        if not rises and end - begin <= _FEW:
+            _insert_few(order, begin, end, keys)
+        elif not rises:
+            run = order[begin:end].copy()
+            carried = np.empty(run.size, np.uint64)
+            for k in range(run.size):
+                carried[k] = ((keys[run[k]] & lowest) << np.uint64(32)) | np.uint64(k)
+            order[begin:end] = run[_argsort_carried(carried, lowest)]
+        begin = end
+
+
 @kernel
 def radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Ascending stable argsort; digits that all keys share cost one counting pass only."""
+    """Ascending stable argsort. O(n): by the highest 32 of the bits that differ, carried with their
+    places, and then by those below them where these are alike."""
     n = keys.size
-    ones = np.uint64(_BUCKETS - 1)
+    if n <= _FEW:
+        few = np.arange(n)
+        _insert_few(few, 0, n, keys)
+        return few
     differing = np.uint64(0)
     for i in range(n):
         differing |= keys[i] ^ keys[0]
-    if differing <= np.uint64(_LOW):
-        carried = np.empty(n, np.uint64)
-        for i in range(n):
-            carried[i] = (keys[i] << np.uint64(32)) | np.uint64(i)
-        return _argsort_carried(carried, differing)
-    order = np.arange(n)  # int64[n]
-    spare = np.empty(n, np.int64)
-    counts = np.empty(_BUCKETS, np.int64)  # int64[buckets]
-    for shift in range(0, 64, _DIGIT_BITS):
-        step = np.uint64(shift)
-        if (differing >> step) & ones == 0:
-            continue
-        counts[:] = 0
-        for i in range(n):
-            counts[np.int64((keys[i] >> step) & ones)] += 1
-        total = 0
-        for bucket in range(_BUCKETS):
-            total += counts[bucket]
-            counts[bucket] = total - counts[bucket]
-        for i in range(n):
-            digit = np.int64((keys[order[i]] >> step) & ones)
-            spare[counts[digit]] = order[i]
-            counts[digit] += 1
-        order, spare = spare, order
+    below = np.uint64(0)
+    while differing >> below > np.uint64(_LOW):
+        below += np.uint64(1)
+    carried = np.empty(n, np.uint64)
+    for i in range(n):
+        carried[i] = ((keys[i] >> below) << np.uint64(32)) | np.uint64(i)
+    order = _argsort_carried(carried, differing >> below)
+    if below > np.uint64(0):
+        _sort_alike(order, keys, below)
     return order
 
 
@@ -132,12 +161,7 @@ def argsort_falling(sizes: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def argsort_descending(costs: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Indices of non-negative finite float64[n] `costs`, largest first, ties by index.
-
-    O(n) per differing 11-bit digit: integer-valued costs need two or three passes.
-    """
-    if costs.size < 64:
-        return np.argsort(-costs, kind="stable").astype(np.int64)
+    """Indices of non-negative finite float64[n] `costs`, largest first, ties by index. O(n)."""
     # The bits of non-negative floats order as the floats do; +0.0 turns a negative zero around.
     bits = (costs + 0.0).view(np.uint64)
     return radix_argsort(~bits)
@@ -153,14 +177,19 @@ def argsort_rising(values: NDArray[np.float64]) -> NDArray[np.int64]:
 def group_stable(
     keys: NDArray[np.int64], order: NDArray[np.int64], groups: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Reorder `order` int64[m] by keys[order], each in [0, groups), keeping ties as they are.
+    """Reorder `order` int64[m], which names no place twice, by keys[order], each in [0, groups),
+    keeping ties as they are.
 
     Returns (order, begins int64[groups + 1]): group g is order[begins[g] : begins[g + 1]].
     Counting sort, O(m + groups); applied twice it sorts by two keys.
     """
     begins = np.zeros(groups + 1, np.int64)  # int64[groups + 1]
-    for k in range(order.size):
-        begins[keys[order[k]] + 1] += 1
+    if order.size == keys.size:  # all are counted, so as they lie in memory
+        for key in keys:
+            begins[key + 1] += 1
+    else:
+        for place in order:
+            begins[keys[place] + 1] += 1
     for group in range(groups):
         begins[group + 1] += begins[group]
     next_place = begins.copy()
