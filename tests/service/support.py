@@ -18,9 +18,11 @@ import numpy as np
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from dataservice.core.errors import ConflictError
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.sample import DecodedSample
 from dataservice.jobs.sample_pipeline import decoder_of, reader_of
+from dataservice.serving.coordinator_client import CoordinatorClient
 from soak.audit import Dataset, bytes_wrong, step_wrong
 from soak.rank import row_of
 from soak.service import ServiceProcess, dataservice
@@ -33,6 +35,7 @@ __all__ = [
     "ServiceProcess",
     "dataservice",
     "decoder_of_job",
+    "delete_unused",
     "differing_bytes",
     "explained",
     "free_ports",
@@ -255,6 +258,19 @@ def differing_bytes(ranks: Ranks, job_file: Path) -> list[str]:
         step_wrong(step, each) + bytes_wrong(step, each, dataset) for step, each in rows.items()
     ]
     return [line for lines in found for line in lines]
+
+
+def delete_unused(client: CoordinatorClient, job: str) -> None:
+    """Delete a job whose trainers have left it; the service notices that a moment later."""
+
+    def deleted() -> bool:
+        try:
+            client.delete(job)
+        except ConflictError:
+            return False
+        return True
+
+    wait_for(deleted)
 
 
 def decoder_of_job(setup: JobSetup) -> Callable[[int], DecodedSample]:

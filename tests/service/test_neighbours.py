@@ -16,7 +16,7 @@ from benchmarks.neighbours import (
     service_of_two_teams,
 )
 from dataservice.core.errors import QuotaError
-from tests.service.support import Ranks, wait_for
+from tests.service.support import Ranks, delete_unused, wait_for
 from trainer_client.errors import RequestRefused
 
 pytestmark = pytest.mark.long
@@ -86,14 +86,5 @@ def test_a_large_job_delays_no_one_and_leaves_its_memory(tmp_path, jobs):
         # Behind the large job's steps, the small one's would come one or two at a time.
         assert meanwhile <= 30 // 3
         with client(service, tokens[LARGE]) as own:
-            wait_for(lambda: _deleted(own))
+            delete_unused(own, LARGE)
         wait_for(lambda: resident_bytes(service.pid) < before_bytes + 300 * MIB)
-
-
-def _deleted(own) -> bool:
-    """Once the service has noticed that the trainer is gone."""
-    try:
-        own.delete(LARGE)
-    except Exception:
-        return False
-    return True

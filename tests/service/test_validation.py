@@ -13,10 +13,9 @@ from dataservice.core.errors import ConflictError, SourceError
 from dataservice.engine.api import JobStatus
 from dataservice.serving.coordinator_client import CoordinatorClient
 from tests.service.small import write_jsonl
-from tests.service.support import ServiceProcess, dataservice, job_file, serving
+from tests.service.support import ServiceProcess, dataservice, delete_unused, job_file, serving
 from tests.service.text_model import text_model
 from tests.trainer_client.runtime.conftest import run_world
-from tests.waiting import wait_for
 from trainer_client import MisuseError, ShardDataset, StateMismatch, UnknownJob
 from trainer_client.runtime import GroupPool, evaluate_step, run_step
 
@@ -68,18 +67,6 @@ class Place:
         """What a pass gives to its only rank."""
         with dataset:
             return sorted(sample for shard in dataset for sample in samples_of(shard))
-
-    def delete(self, job: str) -> None:
-        """Delete a job whose pass has ended; the service learns of that a moment later."""
-
-        def deleted() -> bool:
-            try:
-                self.client.delete(job)
-            except ConflictError:
-                return False
-            return True
-
-        wait_for(deleted)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +206,7 @@ def test_one_file_is_previewed_registered_shown_and_deleted_with_its_validation(
         with pytest.raises(ConflictError, match="job 'whole:validation' is in use"):
             place.client.delete("whole")
         assert {"whole", "whole:validation"} <= place.jobs().keys(), "neither was deleted"
-    place.delete("whole")
+    delete_unused(place.client, "whole")
     assert not {"whole", "whole:validation"} & place.jobs().keys()
 
 
@@ -263,7 +250,7 @@ def test_other_held_out_data_are_refused_once_a_pass_has_begun_and_deleting_it_l
     assert place.version("begun") == 1, "neither was changed"
     place.submit("begun")
     assert len(place.samples(dataset.validation())) == OTHER, "without the section it stays"
-    place.delete("begun:validation")
+    delete_unused(place.client, "begun:validation")
     place.submit("begun", validation=held_out(place), epochs=2)
     assert len(place.samples(dataset.validation())) == HELD_OUT
     assert place.version("begun") == 2

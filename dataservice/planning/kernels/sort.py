@@ -65,10 +65,20 @@ def _insert_few(order: NDArray[np.int64], begin: int, end: int, keys: NDArray[np
 
 
 @kernel
+def _argsort_digits(
+    keys: NDArray[np.uint64], below: np.uint64, differing: np.uint64
+) -> NDArray[np.int64]:
+    """`radix_argsort` by 32 bits of the keys, those from bit `below` on."""
+    carried = np.empty(keys.size, np.uint64)
+    for i in range(keys.size):
+        carried[i] = ((keys[i] >> below) << np.uint64(32)) | np.uint64(i)
+    return _argsort_carried(carried, differing)
+
+
+@kernel
 def _sort_alike(order: NDArray[np.int64], keys: NDArray[np.uint64], below: np.uint64) -> None:
     """Sort each run of `order` whose keys are alike but for their lowest `below` bits, at most 32
     of them, by these."""
-    lowest = (np.uint64(1) << below) - np.uint64(1)
     begin = 0
     while begin < order.size:
         last = keys[order[begin]]
@@ -79,14 +89,11 @@ def _sort_alike(order: NDArray[np.int64], keys: NDArray[np.uint64], below: np.ui
             rises = rises and last <= keys[order[end]]
             last = keys[order[end]]
             end += 1
-        if not rises and end - begin <= _FEW:
+        if end - begin <= _FEW:
             _insert_few(order, begin, end, keys)
         elif not rises:
             run = order[begin:end].copy()
-            carried = np.empty(run.size, np.uint64)
-            for k in range(run.size):
-                carried[k] = ((keys[run[k]] & lowest) << np.uint64(32)) | np.uint64(k)
-            order[begin:end] = run[_argsort_carried(carried, lowest)]
+            order[begin:end] = run[_argsort_digits(keys[run], np.uint64(0), np.uint64(_LOW))]
         begin = end
 
 
@@ -94,21 +101,17 @@ def _sort_alike(order: NDArray[np.int64], keys: NDArray[np.uint64], below: np.ui
 def radix_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Ascending stable argsort. O(n): by the highest 32 of the bits that differ, carried with their
     places, and then by those below them where these are alike."""
-    n = keys.size
-    if n <= _FEW:
-        few = np.arange(n)
-        _insert_few(few, 0, n, keys)
+    if keys.size <= _FEW:
+        few = np.arange(keys.size)
+        _insert_few(few, 0, keys.size, keys)
         return few
     differing = np.uint64(0)
-    for i in range(n):
-        differing |= keys[i] ^ keys[0]
+    for key in keys:
+        differing |= key ^ keys[0]
     below = np.uint64(0)
     while differing >> below > np.uint64(_LOW):
         below += np.uint64(1)
-    carried = np.empty(n, np.uint64)
-    for i in range(n):
-        carried[i] = ((keys[i] >> below) << np.uint64(32)) | np.uint64(i)
-    order = _argsort_carried(carried, differing >> below)
+    order = _argsort_digits(keys, below, differing >> below)
     if below > np.uint64(0):
         _sort_alike(order, keys, below)
     return order
@@ -148,16 +151,9 @@ def argsort_falling(sizes: NDArray[Any]) -> NDArray[np.int64]:
     if span <= np.uint64(n):
         return _argsort_counted(sizes, most, most - least)
     keys = np.empty(n, np.uint64)
-    if span > np.uint64(_LOW):
-        for i in range(n):
-            keys[i] = np.uint64(most - sizes[i])
-        return radix_argsort(keys)
-    differing = np.uint64(0)
     for i in range(n):
-        key = np.uint64(most - sizes[i])
-        differing |= key
-        keys[i] = (key << np.uint64(32)) | np.uint64(i)
-    return _argsort_carried(keys, differing)
+        keys[i] = np.uint64(most - sizes[i])
+    return radix_argsort(keys)
 
 
 def argsort_descending(costs: NDArray[np.float64]) -> NDArray[np.int64]:
