@@ -1,9 +1,9 @@
 """The opened index of a job, in files that are memory-mapped.
 
-Planning reads the lengths of thousands of samples per step, so these are numpy columns (16 bytes a
-sample and 17 an encoder item). Locations and shapes are needed only for samples that are about to
-be read; they are copied once into an unnamed, uncompressed Arrow file. The service keeps both for
-the next opening, see `index_cache.py`.
+Planning reads the lengths of thousands of samples per step, so these are records of numbers (10
+bytes a sample and 10 an encoder item, where all are small). Locations and shapes are needed only
+for samples that are about to be read; they are copied once into an unnamed, uncompressed Arrow
+file. The service keeps both for the next opening, see `index_cache.py`.
 """
 
 import hashlib
@@ -21,7 +21,6 @@ from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import (
     IntArray,
     ItemDetails,
-    LengthTable,
     SampleLengths,
     SampleRef,
 )
@@ -34,13 +33,13 @@ from dataservice.sources.gather import Ranges
 from dataservice.sources.index_folder import LENGTHS, MANIFEST, IndexFolder, part_name
 from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.lengths_by_id import LengthsById
-from dataservice.sources.lengths_file import COLUMNS, map_lengths
+from dataservice.sources.lengths_file import COLUMNS, Lengths, MappedLengths
 from dataservice.sources.manifest import AGAIN, LongSamples, Manifest, PartRecord
 from dataservice.sources.part_reader import read_tokens
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
 
-_ROWS_VERSION = 1  # of the files of checked rows: another one finds none of those that are kept
+_ROWS_VERSION = 2  # of the files of checked rows: another one finds none of those that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +91,11 @@ class CatalogHead:
 class CatalogParts(CatalogHead):
     """The contents of a catalog: its head and its rows."""
 
-    lengths: LengthTable
+    lengths: Lengths
     details: DetailTable
 
     @staticmethod
-    def of(head: CatalogHead, lengths: LengthTable, details: DetailTable) -> "CatalogParts":
+    def of(head: CatalogHead, lengths: Lengths, details: DetailTable) -> "CatalogParts":
         """The head's samples, whose rows these are."""
         told = {each.name: getattr(head, each.name) for each in fields(CatalogHead)}
         return CatalogParts(**told, lengths=lengths, details=details)
@@ -212,7 +211,7 @@ class FoundIndex:
         or not the manifest's."""
         descriptor, details = self.rows.read(folder)
         try:
-            lengths, _ = map_lengths(descriptor)
+            lengths = MappedLengths(descriptor)
         finally:
             os.close(descriptor)
         return IndexedCatalog(CatalogParts.of(self.head, lengths, details))

@@ -16,31 +16,28 @@ of rows that are taken over from there, some places are looked at, and not all o
 """
 
 import json
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import pyarrow as pa
 
 from dataservice.core.limits import DecodeLimits
-from dataservice.core.sample import IntArray, LengthTable
+from dataservice.core.sample import IntArray
 from dataservice.core.sample_files import SampleFiles
 from dataservice.sources.catalog import CatalogHead, CatalogParts, IndexedCatalog, IndexIdentity
 from dataservice.sources.detail_file import BATCH_ROWS, DetailFile, DetailTable
 from dataservice.sources.late_details import LateDetails
-from dataservice.sources.lengths_file import map_lengths, write_lengths
+from dataservice.sources.lengths_file import Lengths, MappedLengths, write_lengths
 from dataservice.sources.manifest import LongSamples
 from dataservice.sources.ranges import SourceRanges
-from dataservice.sources.sound_lengths import require_sound_lengths
 from dataservice.sources.unnamed_file import unnamed_file
 
 PLACES_LOOKED_AT = 16  # of rows that were checked before
-_CHECKED_ROWS = 100_000  # at once
+_CHECKED_BLOCKS = 10  # at once
 _CHECKERS = 4
 
 
@@ -124,10 +121,10 @@ def take_over(
             details = DetailFile(files.details)
             batches = -(-len(details) // BATCH_ROWS)
             details.require_whole(max(1, batches // PLACES_LOOKED_AT) if checked else 1)
-            lengths, mapped = map_lengths(stream.fileno())
+            lengths = MappedLengths(stream.fileno())
         parts = _agreeing(head, lengths, details)
     _require_sound(lengths, limits, PLACES_LOOKED_AT if checked else None)
-    _let_go(mapped)
+    lengths.let_go()
     return IndexedCatalog(parts)
 
 
@@ -143,10 +140,10 @@ def take_over_lengths(
         ValueError: they hold no lengths of this head, or such as contradict each other.
     """
     with _in_words():
-        lengths, mapped = map_lengths(descriptor)
+        lengths = MappedLengths(descriptor)
         parts = _agreeing(head, lengths, LateDetails(lengths, fetch))
     _require_sound(lengths, limits)
-    _let_go(mapped)
+    lengths.let_go()
     return IndexedCatalog(parts)
 
 
@@ -163,13 +160,17 @@ def take_over_details(catalog: IndexedCatalog, descriptor: int) -> None:
     late.complete(details)
 
 
-def _require_sound(lengths: LengthTable, limits: DecodeLimits, places: int | None = None) -> None:
+def _require_sound(lengths: MappedLengths, limits: DecodeLimits, places: int | None = None) -> None:
     """Raises ValueError unless all lengths are sound, or those at so many `places`."""
-    starts = range(0, len(lengths), _CHECKED_ROWS)
+    starts = range(0, lengths.blocks, _CHECKED_BLOCKS)
     every = 1 if places is None else max(1, len(starts) // places)
+
+    def check(first: int) -> None:
+        for block in range(first, min(first + _CHECKED_BLOCKS, lengths.blocks)):
+            lengths.records(block).require_sound(limits)
+
     with ThreadPoolExecutor(_CHECKERS) as checkers:
-        checks = (range(first, first + _CHECKED_ROWS) for first in starts[::every])
-        for _ in checkers.map(partial(require_sound_lengths, lengths, limits), checks):
+        for _ in checkers.map(check, starts[::every]):
             pass
 
 
@@ -181,22 +182,12 @@ def _in_words() -> Iterator[None]:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _let_go(mapped: mmap.mmap) -> None:
-    mapped.madvise(mmap.MADV_DONTNEED)  # mapped in to be checked; a step reads a few of them again
-    mapped.madvise(mmap.MADV_RANDOM)  # of which no neighbours are wanted
-
-
-def _agreeing(head: CatalogHead, lengths: LengthTable, details: DetailTable) -> CatalogParts:
-    """The parts of a catalog. Raises ValueError unless all describe as many samples and items.
+def _agreeing(head: CatalogHead, lengths: Lengths, details: DetailTable) -> CatalogParts:
+    """The parts of a catalog. Raises ValueError unless all describe as many samples.
     O(1) of them."""
     parts, samples = CatalogParts.of(head, lengths, details), len(lengths)
-    offsets = lengths.item_offsets
     agreeing = (
-        len(lengths.loss_tokens) == samples
-        and len(offsets) == samples + 1
-        and offsets[0] == 0
-        and len(lengths.item_modality) == int(offsets[-1])
-        and len(parts.details) == samples == sum(parts.sources.sizes) == sum(parts.file_rows)
+        len(parts.details) == samples == sum(parts.sources.sizes) == sum(parts.file_rows)
         and len(parts.fingerprints) == len(parts.sources.names)
         and len(parts.files) == len(parts.file_rows)
         and min((*parts.sources.sizes, *parts.file_rows, 0)) == 0

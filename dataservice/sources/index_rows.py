@@ -28,7 +28,8 @@ from dataservice.sources.detail_file import DetailFile, DetailWriter
 from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.index_part import ROWS_PER_GROUP
 from dataservice.sources.length_cells import Cell, LengthCells
-from dataservice.sources.lengths_file import LengthRecords, LengthsFile
+from dataservice.sources.length_records import LengthRecords
+from dataservice.sources.lengths_file import LengthsFile
 from dataservice.sources.manifest import PartRecord
 from dataservice.sources.part_reader import (
     ROWS_A_SHARE,
@@ -158,7 +159,7 @@ def _write(
     after: "Future[None]",
 ) -> None:
     """Read a share of the lengths and write it, all in one thread: what was read is still near.
-    Shares take places in the file in `turn`; how many items the ones before have is not known
+    Shares take places in the file in `turn`; how many bytes the ones before take is not known
     earlier."""
     try:
         blocks = read()

@@ -18,10 +18,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataservice.core.errors import IndexStaleError, ServiceError
-from dataservice.core.sample import IntArray, LengthTable
+from dataservice.core.sample import IntArray
 from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailFile, DetailTable
 from dataservice.sources.length_columns import lengths_of
-from dataservice.sources.lengths_file import COLUMNS
+from dataservice.sources.lengths_file import COLUMNS, Lengths
 from dataservice.sources.manifest import AGAIN
 
 FETCHED_KEPT = 4  # steps
@@ -32,7 +32,7 @@ Fetched = tuple[NDArray[np.int64], DetailFile]
 class LateDetails(DetailTable):
     """Rows by number, of an index with these lengths. Safe for use from several threads."""
 
-    def __init__(self, lengths: LengthTable, fetch: Callable[[IntArray], int]) -> None:
+    def __init__(self, lengths: Lengths, fetch: Callable[[IntArray], int]) -> None:
         """`fetch` gives a descriptor of the DetailFile of these rows, which rise; it may take
         seconds."""
         self._lengths = lengths

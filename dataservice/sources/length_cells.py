@@ -31,9 +31,9 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable
 from dataservice.sources.index_folder import LENGTHS, IndexFolder, part_name
 from dataservice.sources.index_part import ROWS_PER_GROUP
-from dataservice.sources.lengths_file import LengthRecords
+from dataservice.sources.length_records import LengthRecords, columns_of
 from dataservice.sources.manifest import AGAIN, Manifest, PartRecord
-from dataservice.sources.packed_lengths import FORM, columns_of, packed_columns, unpack_lengths
+from dataservice.sources.packed_lengths import FORM, packed_columns, unpack_lengths
 from dataservice.sources.part_reader import packed_cells
 
 _END = struct.Struct("<Q8s")
@@ -114,7 +114,7 @@ class LengthCells:
         with self._in_words():
             for cell, data in zip(cells, self.each(cells), strict=True):
                 records = unpack_lengths(memoryview(data), limits)
-                if records is None or len(records.samples) != cell.rows:
+                if records is None or len(records.llm_tokens) != cell.rows:
                     raise ValueError("it packs lengths of other rows than it says")
                 found.append(records)
         return found

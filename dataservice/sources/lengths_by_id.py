@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray, LengthTable
+from dataservice.sources.lengths_file import Lengths
 from dataservice.sources.ranges import SourceRanges
 
 
@@ -14,7 +15,7 @@ class LengthsById:
     made."""
 
     sources: SourceRanges
-    _lengths: LengthTable
+    _lengths: Lengths
 
     @property
     def samples(self) -> int:

@@ -1,9 +1,10 @@
-"""The file of an index's lengths: columns of plain numbers, in the form in which they are mapped.
+"""The file of an index's lengths, in the form in which they are mapped.
 
-    size │ counts and bytes of each (JSON) │ llm_tokens │ samples │ items
+    size │ counts, and where the table lies (JSON) │ llm_tokens of all │ blocks │ table of blocks
 
-What a draw reads of a sample lies together, and of an item: each page that it reads for the first
-time is a fault of some microseconds. Items come last, as nobody knows how many there will be.
+A block has the records of some neighbouring samples, see `length_records.py`. A page that is read
+for the first time is a fault of some microseconds, and bytes that are written faster than the disk
+takes them are waited for: so a file is small, and what a draw reads lies together.
 """
 
 import json
@@ -12,13 +13,17 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import register_jitable
 from numpy.typing import NDArray
 
-from dataservice.core.sample import LengthTable
+from dataservice.core.sample import IntArray, LengthTable
+from dataservice.sources.gather import Ranges
+from dataservice.sources.kernels import kernel
+from dataservice.sources.length_records import KINDS, OF_A_SAMPLE, OF_AN_ITEM, LengthRecords
 from dataservice.sources.unnamed_file import unnamed_file
 
 COLUMNS: dict[str, np.dtype[Any]] = {
@@ -31,71 +36,34 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "item_position": np.dtype(np.int32),
     "item_frames": np.dtype(np.int32),
 }
-"""The columns of lengths, as planning maps them."""
+"""The columns of lengths that are taken."""
 
-# Aligned, since numpy takes twice as long to gather numbers that are not.
-OF_SAMPLES = np.dtype(
-    [(name, COLUMNS[name]) for name in ("item_offsets", "loss_tokens")], align=True
-)
-OF_ITEMS = np.dtype(
-    [(n, kind) for n, kind in COLUMNS.items() if n.startswith("item_") and n != "item_offsets"],
-    align=True,
-)
-_SECTIONS = (COLUMNS["llm_tokens"], OF_SAMPLES, OF_ITEMS)
+FORM = 2
+"""Of files as this release writes them."""
 _SIZE = struct.Struct("<Q")
 _HEAD_BYTES = 128
 _ALIGNMENT_BYTES = 64
-_BLOCK_ROWS = 100_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LengthRecords:
-    """The lengths of some samples as they lie in the file, but for their items, which begin at 0:
-    `llm_tokens` int32[n], `samples` OF_SAMPLES[n], `items` OF_ITEMS[m]."""
-
-    llm_tokens: NDArray[np.int32]
-    samples: NDArray[Any]
-    items: NDArray[Any]
-
-    @staticmethod
-    def room(samples: int, items: int) -> "LengthRecords":
-        """For so many."""
-        # Zeros, as what lies between aligned fields is written too: nothing else of this process.
-        return LengthRecords(
-            llm_tokens=np.empty(samples, _SECTIONS[0]),
-            samples=np.zeros(samples, OF_SAMPLES),
-            items=np.zeros(items, OF_ITEMS),
-        )
-
-    @staticmethod
-    def of(lengths: LengthTable) -> "LengthRecords":
-        """The same samples, with the frames of all their items."""
-        records = LengthRecords.room(len(lengths), len(lengths.item_modality))
-        records.llm_tokens[:] = lengths.llm_tokens
-        records.samples["item_offsets"] = lengths.item_offsets[:-1]
-        records.samples["loss_tokens"] = lengths.loss_tokens
-        for name in OF_ITEMS.names or ():
-            records.items[name] = getattr(lengths, name)
-        return records
+_BLOCK_ROWS = 10_000  # where they come as columns
 
 
 class Place(NamedTuple):
-    """The rows of a file that some samples take: from this one on, and from this one of items."""
+    """Where a block's LLM tokens go, by their row, and its records, by their first byte."""
 
     row: int
-    item: int
+    start_byte: int
 
 
 class LengthsFile:
-    """Writes the lengths of so many `samples`, some at a time. Nothing of them stays in memory."""
+    """Writes the lengths of so many `samples`, some at a time. Of them a few numbers a block stay
+    in memory."""
 
     def __init__(self, samples: int, folder: str | None = None) -> None:
         """The file lies in `folder`, see `unnamed_file`. Raises OSError where it cannot be made."""
         self._samples = samples
-        self._tokens_at = _HEAD_BYTES
-        self._samples_at = _aligned(self._tokens_at + samples * _SECTIONS[0].itemsize)
-        self._items_at = _aligned(self._samples_at + (samples + 1) * OF_SAMPLES.itemsize)
-        self._rows = self._items = 0
+        self._end_byte = _aligned(_HEAD_BYTES + samples * COLUMNS["llm_tokens"].itemsize)
+        self._rows = 0
+        # Of each block: its first row and byte, how many items it has, and bytes of a number.
+        self._table: list[tuple[int, int, int, int]] = []
         self._descriptor = unnamed_file(folder)
 
     def close(self) -> None:
@@ -108,87 +76,252 @@ class LengthsFile:
 
     def place(self, records: LengthRecords) -> Place:
         """Where these lengths belong, if all that come before them have had their places."""
-        place = Place(self._rows, self._items)
-        self._rows += len(records.samples)
-        self._items += len(records.items)
+        place, numbers = Place(self._rows, self._end_byte), records.numbers
+        if len(records.llm_tokens):
+            self._table.append((*place, records.items, numbers.itemsize))
+        self._rows += len(records.llm_tokens)
+        self._end_byte = _aligned(self._end_byte + numbers.nbytes)
         return place
 
     def put(self, records: LengthRecords, place: Place) -> None:
-        """Write lengths to their place, by which their items count from then on: several at once,
-        from several threads. Raises as `write` does."""
-        records.samples["item_offsets"] += place.item
-        self._put(records.llm_tokens, self._tokens_at, place.row)
-        self._put(records.samples, self._samples_at, place.row)
-        self._put(records.items, self._items_at, place.item)
+        """Write lengths to their place: several at once, from several threads. Raises as `write`
+        does."""
+        tokens = records.llm_tokens
+        self._put(tokens, _HEAD_BYTES + place.row * tokens.itemsize)
+        self._put(records.numbers, place.start_byte)
 
     def finish(self) -> int:
         """A descriptor of the file, which the caller closes. Nothing can be written after that.
         Raises ValueError where other than the stated samples were written."""
         if self._rows != self._samples:
             raise ValueError(f"it has {self._rows:,} samples in place of {self._samples:,}")
-        end = np.zeros(1, OF_SAMPLES)
-        end["item_offsets"] = self._items
-        self._put(end, self._samples_at, self._rows)
-        os.ftruncate(self._descriptor, self._items_at + self._items * OF_ITEMS.itemsize)
-        counts = self._samples, self._samples + 1, self._items
-        head = [(n, kind.itemsize) for n, kind in zip(counts, _SECTIONS, strict=True)]
+        table = np.array([*self._table, (self._rows, self._end_byte, 0, 0)], dtype=np.int64)
+        self._put(table, self._end_byte)
+        head = {"form": FORM, "samples": self._samples, "table": [len(table), self._end_byte]}
         text = json.dumps(head).encode().ljust(_HEAD_BYTES - _SIZE.size)
         os.pwrite(self._descriptor, _SIZE.pack(len(text)) + text, 0)
         return os.dup(self._descriptor)
 
-    def _put(self, rows: NDArray[Any], section_at: int, row: int) -> None:
-        data, at = rows.view(np.uint8).data, section_at + row * rows.itemsize
+    def _put(self, rows: NDArray[Any], at: int) -> None:
+        data = rows.reshape(-1).view(np.uint8).data
         while data:
             written = os.pwrite(self._descriptor, data, at)
             data, at = data[written:], at + written
 
 
-def write_lengths(lengths: LengthTable, folder: str | None = None) -> int:
+class MappedLengths:
+    """The lengths in a file, mapped read-only. What is drawn of them is a LengthTable; nothing
+    outside of the file is read, whatever it says."""
+
+    def __init__(self, descriptor: int) -> None:
+        """The descriptor stays the caller's. Raises OSError, and ValueError where it holds none of
+        this release."""
+        self._mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        memory = memoryview(self._mapped)
+        samples, rows, at = _read_head(memory)
+        self.llm_tokens: NDArray[np.int32] = np.frombuffer(
+            memory, COLUMNS["llm_tokens"], samples, _HEAD_BYTES
+        )
+        # A copy, which stays what was checked.
+        self._table = np.frombuffer(memory, np.int64, 4 * rows, at).reshape(rows, 4).copy()
+        _require_within(self._table, len(self), at)
+        self._numbers = {
+            each: np.frombuffer(memory, kind, at // each) for each, kind in KINDS.items()
+        }
+        self._blocks = Ranges(np.ascontiguousarray(self._table[:, 0]))
+
+    def __len__(self) -> int:
+        return len(self.llm_tokens)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return len(self._table) - 1
+
+    def records(self, block: int) -> LengthRecords:
+        """Those of a block, as they are mapped."""
+        first_row, start_byte, items, each_bytes = self._table[block].tolist()
+        tokens = self.llm_tokens[first_row : self._table[block + 1, 0]]
+        count = OF_A_SAMPLE * len(tokens) + len(OF_AN_ITEM) * items
+        start = start_byte // each_bytes
+        numbers = self._numbers[each_bytes][start : start + count]
+        return LengthRecords(llm_tokens=tokens, numbers=numbers, items=items)
+
+    def take(self, rows: IntArray) -> LengthTable:
+        """The lengths of the samples `rows` (int[k], repeats allowed), in that order. Raises
+        IndexError where there is no such sample, or the file is damaged."""
+        wanted = np.ascontiguousarray(rows, dtype=np.int64)
+        blocks, lengths = self._blocks.of(wanted), _room(len(wanted))
+        mapped = self._numbers[2], self._numbers[4], self._table, wanted, blocks
+        first = np.empty(len(wanted), np.int64)
+        _find_items(*mapped, first, lengths["item_offsets"])
+        lengths |= _room_for_items(int(lengths["item_offsets"][-1]))
+        _take(*mapped, first, *(lengths[name] for name in COLUMNS))
+        return LengthTable(**lengths)
+
+    def let_go(self) -> None:
+        """Nothing stays mapped in, and no neighbours of what is read will be wanted."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+        self._mapped.madvise(mmap.MADV_RANDOM)
+
+
+Lengths = LengthTable | MappedLengths
+"""Of all samples of an index, by row."""
+
+
+def write_lengths(lengths: Lengths, folder: str | None = None) -> int:
     """A descriptor, which the caller closes, of a file of these lengths in `folder`. Raises OSError
     when it cannot be written."""
     with closing(LengthsFile(len(lengths), folder)) as file:
-        for block in _blocks_of(lengths):
-            file.write(LengthRecords.of(block))
+        for records in _blocks_of(lengths):
+            file.write(records)
         return file.finish()
 
 
-def map_lengths(descriptor: int) -> tuple[LengthTable, mmap.mmap]:
-    """The lengths in a file, mapped read-only, and the mapping. The descriptor stays the caller's.
-    Raises OSError, ValueError, TypeError or struct.error where it holds none of this release."""
-    mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-    memory = memoryview(mapped)
-    (size_bytes,) = _SIZE.unpack_from(memory)
-    at = _SIZE.size + size_bytes
-    sections = []
-    head = json.loads(bytes(memory[_SIZE.size : at]))
-    for kind, (count, each_bytes) in zip(_SECTIONS, head, strict=True):
-        if each_bytes != kind.itemsize:
-            raise ValueError("it was written by another release")
-        at = _aligned(at)
-        sections.append(np.frombuffer(memory, dtype=kind, count=int(count), offset=at))
-        at += sections[-1].nbytes
-    llm_tokens, samples, items = sections
-    lengths = LengthTable(
-        llm_tokens=llm_tokens,
-        item_offsets=samples["item_offsets"],
-        loss_tokens=samples["loss_tokens"][:-1],
-        **{name: items[name] for name in OF_ITEMS.names or ()},
-    )
-    return lengths, mapped
-
-
-def _blocks_of(lengths: LengthTable) -> Iterator[LengthTable]:
+def _blocks_of(lengths: Lengths) -> Iterator[LengthRecords]:
     """The lengths, some samples at a time."""
     for first in range(0, len(lengths), _BLOCK_ROWS):
-        rows = slice(first, first + _BLOCK_ROWS)
-        offsets = lengths.item_offsets[first : first + _BLOCK_ROWS + 1]
-        start, end = offsets[[0, -1]].tolist()
-        columns = {
-            name: getattr(lengths, name)[slice(start, end) if name.startswith("item_") else rows]
-            for name in COLUMNS
-        }
-        yield LengthTable(**{**columns, "item_offsets": offsets - start})
+        rows = np.arange(first, min(first + _BLOCK_ROWS, len(lengths)))
+        yield LengthRecords.of(lengths.take(rows))
+
+
+def _read_head(memory: memoryview) -> tuple[int, int, int]:
+    """How many samples there are, how many rows the table has, and its first byte. Raises
+    ValueError where another release wrote it, or it is damaged."""
+    try:
+        (size_bytes,) = _SIZE.unpack_from(memory)
+        head = json.loads(bytes(memory[_SIZE.size : _SIZE.size + size_bytes]))
+        if head["form"] != FORM:
+            raise ValueError("it was written by another release")
+        samples, rows, at = map(int, (head["samples"], *head["table"]))
+    except (struct.error, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"its head is damaged: {error}") from error
+    if not (0 <= samples <= len(memory) and 1 <= rows <= len(memory) and 0 <= at <= len(memory)):
+        raise ValueError("its head speaks of more than the file has")
+    return samples, rows, at
+
+
+def _room(samples: int) -> dict[str, Any]:
+    room = {name: np.empty(samples, COLUMNS[name]) for name in ("llm_tokens", "loss_tokens")}
+    return {**room, "item_offsets": np.empty(samples + 1, COLUMNS["item_offsets"])}
+
+
+def _room_for_items(items: int) -> dict[str, Any]:
+    return {name: np.empty(items, COLUMNS[name]) for name in OF_AN_ITEM}
+
+
+def _require_within(table: NDArray[np.int64], samples: int, end_byte: int) -> None:
+    """Raises ValueError unless the blocks lie one behind the other before `end_byte`, and have
+    so many samples."""
+    first, start, items, each = table[:-1].T
+    rows = np.diff(table[:, 0])
+    widest = end_byte // min(KINDS)
+    within = (
+        int(table[0, 0]) == 0
+        and int(table[-1, 0]) == samples
+        and bool(np.isin(each, [*KINDS]).all())
+        and bool(((rows > 0) & (first >= 0) & (items >= 0) & (items <= widest)).all())
+        and bool(((start >= 0) & (start <= end_byte) & (start % _ALIGNMENT_BYTES == 0)).all())
+    )
+    if within:
+        ends = start + (OF_A_SAMPLE * rows + len(OF_AN_ITEM) * items) * each
+        within = bool((ends <= end_byte).all())
+    if not within:
+        raise ValueError("its table speaks of other blocks than it has")
 
 
 def _aligned(at: int) -> int:
     return at + -at % _ALIGNMENT_BYTES
+
+
+def _mapped(number: Any) -> Any:
+    return types.Array(number, 1, "C", readonly=True)
+
+
+_OUTSIDE = "lengths lie outside of their block: the file is damaged"
+_IN_FILE = (
+    _mapped(types.uint16),
+    _mapped(types.int32),
+    types.int64[:, ::1],
+    types.int64[::1],
+    types.int32[::1],
+)
+
+
+@register_jitable
+def _number(
+    narrow: NDArray[np.uint16], wide: NDArray[np.int32], each_bytes: int, at: int
+) -> np.int64:
+    """Number `at` of the file, in which each has so many bytes."""
+    if each_bytes == 2:
+        return np.int64(narrow[np.uint64(at)])
+    return np.int64(wide[np.uint64(at)])
+
+
+@kernel((*_IN_FILE, types.int64[::1], types.int64[::1]))
+def _find_items(
+    narrow: NDArray[np.uint16],
+    wide: NDArray[np.int32],
+    table: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    blocks: NDArray[np.int32],
+    first_items: NDArray[np.int64],
+    item_offsets: NDArray[np.int64],
+) -> None:
+    """Of each row, where its items begin in its block, and among those of all rows."""
+    item_offsets[0] = 0
+    for i in range(rows.size):
+        block = blocks[i]
+        row, samples = rows[i] - table[block, 0], table[block + 1, 0] - table[block, 0]
+        each, at = table[block, 3], table[block, 1] // table[block, 3] + 3 * row
+        first, behind = _number(narrow, wide, each, at), table[block, 2]
+        if row + 1 < samples:
+            behind = _number(narrow, wide, each, at + 3)
+        if not 0 <= first <= behind <= table[block, 2]:
+            raise IndexError(_OUTSIDE)
+        first_items[i] = first
+        item_offsets[i + 1] = item_offsets[i] + (behind - first)
+
+
+@kernel(
+    (
+        *_IN_FILE,
+        types.int64[::1],
+        types.int32[::1],
+        types.int32[::1],
+        types.int64[::1],
+        types.int8[::1],
+        *(types.int32[::1],) * 4,
+    )
+)
+def _take(
+    narrow: NDArray[np.uint16],
+    wide: NDArray[np.int32],
+    table: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    blocks: NDArray[np.int32],
+    first_items: NDArray[np.int64],
+    llm_tokens: NDArray[np.int32],
+    loss_tokens: NDArray[np.int32],
+    item_offsets: NDArray[np.int64],
+    modality: NDArray[np.int8],
+    encoder_tokens: NDArray[np.int32],
+    item_llm_tokens: NDArray[np.int32],
+    position: NDArray[np.int32],
+    frames: NDArray[np.int32],
+) -> None:
+    """The numbers of these rows, whose items were found."""
+    for i in range(rows.size):
+        block = blocks[i]
+        row, samples = rows[i] - table[block, 0], table[block + 1, 0] - table[block, 0]
+        each, start = table[block, 3], table[block, 1] // table[block, 3]
+        llm_tokens[i] = _number(narrow, wide, each, start + 3 * row + 1)
+        loss_tokens[i] = _number(narrow, wide, each, start + 3 * row + 2)
+        at = start + 3 * samples + 5 * first_items[i]
+        for k in range(np.uint64(item_offsets[i]), np.uint64(item_offsets[i + 1])):
+            modality[k] = _number(narrow, wide, each, at)
+            encoder_tokens[k] = _number(narrow, wide, each, at + 1)
+            item_llm_tokens[k] = _number(narrow, wide, each, at + 2)
+            position[k] = _number(narrow, wide, each, at + 3)
+            frames[k] = _number(narrow, wide, each, at + 4)
+            at += 5

@@ -25,11 +25,10 @@ from dataservice.sources.index_part import (
     SCHEMA,
 )
 from dataservice.sources.length_columns import lengths_of
-from dataservice.sources.lengths_file import LengthRecords
+from dataservice.sources.length_records import LengthRecords
 from dataservice.sources.manifest import AGAIN, PartRecord
 from dataservice.sources.packed_lengths import is_known, pack_lengths, unpack_lengths
 from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
-from dataservice.sources.sound_lengths import require_sound_lengths
 from dataservice.sources.soundness import (
     require_bounded,
     require_listed_alike,
@@ -119,9 +118,9 @@ def _lengths_alone(part: pq.ParquetFile, groups: range, limits: DecodeLimits) ->
     """The lengths of these row groups by their own columns."""
     table = part.read_row_groups(list(groups), columns=_LENGTHS_ALONE, use_threads=False)
     require_listed_alike(table)
-    lengths = lengths_of(table)
-    require_sound_lengths(lengths, limits)
-    return LengthRecords.of(lengths)
+    records = LengthRecords.of(lengths_of(table))
+    records.require_sound(limits)
+    return records
 
 
 def _packed(
@@ -138,7 +137,7 @@ def _packed(
             records = unpack_lengths(memoryview(cells[row].as_buffer() or b""), limits)
             if records is None:
                 return None
-            if len(records.samples) != rows:
+            if len(records.llm_tokens) != rows:
                 raise ValueError(f"it packs lengths of other than the {rows:,} rows of a group")
             found.append(records)
             row += rows

@@ -24,8 +24,8 @@ from dataservice.sources.index_part import (
     ROWS_PER_GROUP,
     SCHEMA,
 )
+from dataservice.sources.length_records import require_sound_lengths
 from dataservice.sources.rows_digest import LOSS_WEIGHT
-from dataservice.sources.sound_lengths import require_sound_lengths
 
 _ITEM_LISTS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position")
 _SPAN_LISTS = ("span_name", "span_offset_bytes", "span_size_bytes")

@@ -22,9 +22,9 @@ from dataservice.sources.catalog import find_index
 from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
-from dataservice.sources.lengths_file import map_lengths
+from dataservice.sources.length_records import require_sound_lengths
+from dataservice.sources.lengths_file import MappedLengths
 from dataservice.sources.reader import SourceReader
-from dataservice.sources.sound_lengths import require_sound_lengths
 from dataservice.workers.pack import check_planned_shape
 from dataservice.workers.read_and_decode import read_and_decode
 from dataservice.workers.sample_pipelines import Pipeline as DecodingPipeline
@@ -193,7 +193,9 @@ def index(_setting: None) -> Callable[[tuple[str, str]], str | None]:
             if suffix == "bin":
                 lengths = found.rows.lengths()
                 try:
-                    require_sound_lengths(map_lengths(lengths)[0], DEFAULT_LIMITS)
+                    mapped = MappedLengths(lengths)
+                    rows = mapped.take(np.arange(len(mapped)))
+                    require_sound_lengths(rows, DEFAULT_LIMITS)
                 finally:
                     os.close(lengths)
             catalog = found.read()

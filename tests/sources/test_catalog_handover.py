@@ -22,7 +22,7 @@ from dataservice.sources.catalog_handover import (
     take_over_head,
 )
 from dataservice.sources.index import build_index
-from dataservice.sources.lengths_file import map_lengths, write_lengths
+from dataservice.sources.lengths_file import MappedLengths, write_lengths
 from tests.sources.handed_over import handed_over
 
 Measurer = Callable[[], SampleMeasurer]
@@ -124,9 +124,9 @@ def test_lengths_that_another_release_has_written_are_refused():
     descriptor = write_lengths(made_catalog(10).parts.lengths)
     try:
         head = os.pread(descriptor, 128, 0)
-        os.pwrite(descriptor, head.replace(b"[10, 4]", b"[10, 8]"), 0)
+        os.pwrite(descriptor, head.replace(b'"form": 2', b'"form": 3'), 0)
         with pytest.raises(ValueError, match="another release"):
-            map_lengths(descriptor)
+            MappedLengths(descriptor)
     finally:
         os.close(descriptor)
 

@@ -26,7 +26,7 @@ from dataservice.sources.index import build_index
 from dataservice.sources.index_part import LENGTH_COLUMNS, PACKED
 from dataservice.sources.late_details import FETCHED_KEPT, LateDetails
 from dataservice.sources.length_cells import LENGTHS as LENGTHS_FILE
-from dataservice.sources.sound_lengths import require_sound_lengths
+from dataservice.sources.length_records import require_sound_lengths
 from tests.sources.support import (
     ROWS_A_SMALL_GROUP,
     in_small_row_groups,

@@ -26,8 +26,8 @@ from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.index_part import PACKED
 from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.length_cells import LENGTHS, LengthCells
-from dataservice.sources.lengths_file import COLUMNS, map_lengths
-from dataservice.sources.sound_lengths import require_sound_lengths
+from dataservice.sources.length_records import require_sound_lengths
+from dataservice.sources.lengths_file import COLUMNS, MappedLengths
 from tests.sources.support import (
     ROWS_A_SMALL_GROUP,
     in_small_row_groups,
@@ -90,7 +90,8 @@ class Index:
 
 def _mapped(descriptor: int) -> LengthTable:
     try:
-        return map_lengths(descriptor)[0]
+        mapped = MappedLengths(descriptor)
+        return mapped.take(np.arange(len(mapped)))
     finally:
         os.close(descriptor)
 

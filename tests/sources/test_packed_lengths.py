@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ItemLengths, LengthTable, Modality, SampleLengths
-from dataservice.sources.lengths_file import LengthRecords
+from dataservice.sources.length_records import LengthRecords, require_sound_lengths
 from dataservice.sources.packed_lengths import pack_lengths, unpack_lengths
-from dataservice.sources.sound_lengths import require_sound_lengths
 
 MOST = 2**31 - 1
 LIMITS = DecodeLimits(max_llm_tokens=MOST)
@@ -47,7 +46,7 @@ def unpacked(cell: bytes, limits: DecodeLimits = LIMITS) -> LengthRecords:
 def test_lengths_are_unpacked_as_they_were(drawn):
     lengths = LengthTable.of(drawn)
     found, known = unpacked(pack_lengths(lengths)), LengthRecords.of(lengths)
-    for section in ("llm_tokens", "samples", "items"):
+    for section in ("llm_tokens", "numbers"):
         assert getattr(found, section).tobytes() == getattr(known, section).tobytes()
 
 
