@@ -118,10 +118,14 @@ class PhaseClock:
         self._clock = start_clock(device)
         self.on_stream = self._clock.on_stream
         self._begun = [(OTHER, place, self._clock.mark())]
+        self.labels: dict[int, str] = {}  # of some of `spans`, by their places there
         self._ended: int | None = None
 
-    def switch(self, phase: str, place: Hashable = None) -> None:
-        """Begin this phase, at this place."""
+    def switch(self, phase: str, place: Hashable = None, *, label: str = "") -> None:
+        """Begin this phase, at this place. A trace shows the label around the phases that follow
+        one another."""
+        if label:
+            self.labels[len(self._begun)] = label
         self._begun.append((phase, place, self._clock.mark()))
 
     def stop(self) -> None:
@@ -223,10 +227,11 @@ def note_transfer(name: str) -> Note | None:
     return Note(clock=clock, name=name, posted=clock.mark())
 
 
-def switch_phase(phase: str, place: Hashable = None) -> None:
-    """Begin a phase of the step that runs in this thread, if one is measured."""
+def switch_phase(phase: str, place: Hashable = None, *, label: str = "") -> None:
+    """Begin a phase of the step that runs in this thread, if one is measured: as
+    ``PhaseClock.switch``."""
     if (clock := _running.get()) is not None:
-        clock.switch(phase, place)
+        clock.switch(phase, place, label=label)
 
 
 def switch_in_backward(tensor: Tensor, phase: str, place: Hashable = None) -> Tensor:

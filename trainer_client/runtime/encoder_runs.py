@@ -16,7 +16,7 @@ message ahead, a send never blocks. Failure: as for the messages between chunks.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -130,13 +130,16 @@ class EncoderRuns:
     def __init__(
         self,
         encoders: LayeredEncoders,
-        microbatches: Sequence[Microbatch],
+        planned: Sequence[Microbatch],
+        taken: Callable[[int], Microbatch],
         mesh: PipelineMesh,
         schedule: BubbleSchedule,
     ) -> None:
+        """``taken`` gives the one of ``planned`` with this number on the device."""
         _check_schedule(encoders, schedule)
         self._encoders = encoders
-        self._microbatches = microbatches
+        self._planned = planned
+        self._taken = taken
         self._mesh = mesh
         self._schedule = schedule
         self._like = next(cast(Module, encoders).parameters()).detach()
@@ -207,8 +210,7 @@ class EncoderRuns:
 
     def _forward(self, action: EncoderAction, hidden: Tensor | None) -> None:
         modality = self._encoders.modalities[action.encoder]
-        batch = self._batch(action.encoder, action.microbatch)
-        assert batch is not None  # it has items
+        batch = getattr(self._taken(action.microbatch), modality)  # it has items
         trains = self._encoders.encoder_trains(modality)
         held = self._held.setdefault((action.encoder, action.microbatch), [])
         for layer in range(action.first, action.end):
@@ -238,7 +240,7 @@ class EncoderRuns:
 
     def _batch(self, encoder: int, microbatch: int) -> ModalityBatch | None:
         modality = self._encoders.modalities[encoder]
-        batch: ModalityBatch | None = getattr(self._microbatches[microbatch], modality)
+        batch: ModalityBatch | None = getattr(self._planned[microbatch], modality)
         return batch
 
     def _items(self, encoder: int, microbatch: int) -> bool:

@@ -103,13 +103,14 @@ class PipelineStage:
         loss_tokens: LossTokens,
         encoders: LayeredEncoders | None,
     ) -> None:
-        self._microbatches = tuple(shard.microbatches)  # several are under way at a time
+        self._shard = shard
+        self._under_way: dict[int, Microbatch] = {}  # from their first action here to their last
         self._mesh = mesh
         self._encoding: EncoderRuns | None = None
         self._order: Sequence[AnyAction] = schedule.actions[mesh.stage]
         if isinstance(schedule, BubbleSchedule):
             assert encoders is not None  # it was checked
-            self._encoding = EncoderRuns(encoders, self._microbatches, mesh, schedule)
+            self._encoding = EncoderRuns(encoders, shard.planned, self._taken, mesh, schedule)
             schedule = schedule.backbone
         self._schedule = schedule
         self._actions = schedule.actions[mesh.stage]
@@ -132,19 +133,28 @@ class PipelineStage:
     def run(self) -> None:
         """Run every action, each receive between chunks posted one action ahead."""
         self._posted = self._post_receive(0)
+        last = {action.microbatch: turn for turn, action in enumerate(self._order)}
         place = 0
-        for action in self._order:
+        for turn, action in enumerate(self._order):
             switch_phase(BUBBLE)
             if isinstance(action, EncoderAction):
                 self._encode(action)
             else:
                 self._compute(action, place)
                 place += 1
+            if last[action.microbatch] == turn:
+                self._under_way.pop(action.microbatch, None)
         switch_phase(BUBBLE)
         self._links.finish()
         if self._encoding is not None:
             self._encoding.finish()
         switch_phase(OTHER)
+
+    def _taken(self, number: int) -> Microbatch:
+        """A microbatch, whose tensors stay where they are until its last action here."""
+        if number not in self._under_way:
+            self._under_way[number] = self._shard.microbatches[number]
+        return self._under_way[number]
 
     def _encode(self, action: EncoderAction) -> None:
         assert self._encoding is not None  # only its schedule has such actions
@@ -172,9 +182,11 @@ class PipelineStage:
 
     def _switch_to(self, action: Action) -> None:
         passing = "forward" if action.kind == FORWARD else "backward"
-        microbatch = self._microbatches[action.microbatch]
+        microbatch = self._shard.planned[action.microbatch]
         place = pack_place(microbatch, passing, chunk=action.virtual_stage)
-        switch_phase(f"llm_{passing}", place)
+        chunk = f", chunk {action.virtual_stage}" if len(self._chunks) > 1 else ""
+        label = f"microbatch {action.microbatch}{chunk}, {passing}"
+        switch_phase(f"llm_{passing}", place, label=label)
 
     def _post_receive(self, place: int) -> tuple[Tensor, Transfer] | None:
         if place >= len(self._actions):
@@ -211,7 +223,7 @@ class PipelineStage:
 
     def _forward(self, action: Action, taken: Tensor | None) -> Tensor | None:
         """The hidden states for the next chunk; None after the last."""
-        microbatch = self._microbatches[action.microbatch]
+        microbatch = self._taken(action.microbatch)
         chunk = self._chunks[action.virtual_stage]
         if taken is None:
             given = self._call_first(chunk)(microbatch, self._mesh.groups)

@@ -15,7 +15,7 @@ pass are seen there too. Source of the format: "Trace Event Format", Google, 201
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,15 +76,21 @@ class Trace:
         spans = clock.spans()
         moments_s, origin_s = clock.moments_s(), clock.began_s
 
+        def at_us(moment_s: float) -> int:
+            # Whole: Perfetto cuts beginning and length off, each by itself, and drops a span that
+            # then ends behind the one around it.
+            return round((origin_s + moment_s) * 1e6)
+
         def span(track: int, name: str, begun_s: float, ended_s: float, **args: object) -> Event:
+            begun_us = at_us(begun_s)
             return {
                 "ph": "X", "pid": self.rank, "tid": track, "name": name, "args": args,
-                "ts": (origin_s + begun_s) * 1e6, "dur": max(0.0, ended_s - begun_s) * 1e6,
+                "ts": begun_us, "dur": max(0, at_us(ended_s) - begun_us),
             }  # fmt: skip
 
         yield span(STEPS, f"step {number}", spans[0][2], spans[-1][3])
-        for microbatch, (begun_s, ended_s) in enumerate(_microbatches(spans)):
-            yield span(STEPS, f"microbatch {microbatch}", begun_s, ended_s)
+        for name, begun_s, ended_s in _microbatches(spans, clock.labels):
+            yield span(STEPS, name, begun_s, ended_s)
         for phase, place, begun_s, ended_s in spans:
             yield span(STEPS, phase, begun_s, ended_s, **_args(place))
         for serial, note in enumerate(clock.notes or ()):
@@ -96,8 +102,8 @@ class Trace:
                 "cat": "transfer", "id": f"{self.rank}.{number}.{serial}", "pid": self.rank,
                 "tid": WAITS, "name": note.name,
             }  # fmt: skip
-            yield {**flight, "ph": "b", "ts": (origin_s + posted_s) * 1e6}
-            yield {**flight, "ph": "e", "ts": (origin_s + ended_s) * 1e6}
+            yield {**flight, "ph": "b", "ts": at_us(posted_s)}
+            yield {**flight, "ph": "e", "ts": at_us(ended_s)}
         for times in step.copies:
             begun_s, ended_s = _copied_s(times, clock)
             yield span(COPIES, f"wave {times.wave}", begun_s, ended_s, bytes=times.size_bytes)
@@ -157,22 +163,23 @@ def _args(place: object) -> dict[str, object]:
 
 
 def _microbatches(
-    spans: list[tuple[str, object, float, float]],
-) -> Iterator[tuple[float, float]]:
-    """Start and end of each microbatch: phases that follow one another, up to its backward pass."""
-    begun_s, ended_s, backward = 0.0, 0.0, True
-    inside = False
-    for phase, place, start_s, end_s in spans:
+    spans: list[tuple[str, object, float, float]], labels: Mapping[int, str]
+) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end of each microbatch: phases that follow one another, up to its backward
+    pass; or of each pass that has a label, as in a pipeline."""
+    found = 0
+    held: list[int] = []  # spans of one microbatch
+    backward = True
+    for number, (phase, place, _, _) in [*enumerate(spans), (len(spans), (OTHER, None, 0.0, 0.0))]:
         is_backward = phase.endswith("backward") or getattr(place, "direction", "") == "backward"
-        if inside and (phase in BETWEEN or (backward and not is_backward)):
-            yield begun_s, ended_s
-            inside = False
+        if held and (phase in BETWEEN or (backward and not is_backward)):
+            label = next((labels[each] for each in held if each in labels), None)
+            yield label or f"microbatch {found}", spans[held[0]][2], spans[held[-1]][3]
+            found += 1
+            held = []
         if phase not in BETWEEN:
-            if not inside:
-                begun_s, inside = start_s, True
-            ended_s, backward = end_s, is_backward
-    if inside:
-        yield begun_s, ended_s
+            held.append(number)
+            backward = is_backward
 
 
 def _copied_s(times: CopyTimes, clock: PhaseClock) -> tuple[float, float]:
