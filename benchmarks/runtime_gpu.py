@@ -22,6 +22,7 @@ exact ones, and times and bytes have none.
 | overhead | seconds of `run_step` over a bare loop's | < 3 % |
 | drains | times that the host waits for the device in a step | ≤ 2 |
 | loss | peak bytes a logit | ≤ 14.5 |
+| linear_loss | the same without logits | ≤ 2 |
 """
 
 import argparse
@@ -103,6 +104,7 @@ def speed(size: Size, device: torch.device, measurements: Path | None) -> Iterat
         "overhead": partial(runtime_speed.overhead_row, model, size, device),
         "drains": partial(runtime_speed.drains_row, model, size, device),
         "loss": partial(runtime_speed.loss_row, size, device, dtype),
+        "linear_loss": partial(runtime_speed.linear_loss_row, size, device, dtype),
     }
     for name, row in one.items():
         yield from shown(name, partial(_alone, row))

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -22,12 +23,15 @@ from trainer_client import Microbatch
 from trainer_client.device import DeviceCopier
 from trainer_client.runtime import GroupPool, PackedAttention, PeerGroup, loads, measure, run_step
 from trainer_client.runtime.block_attention import choose_kernel
+from trainer_client.runtime.linear_loss import linear_cross_entropy
 from trainer_client.runtime.loss import token_weighted_loss
 from trainer_client.shard import Shard
 from trainer_client.synthetic import SyntheticItem, SyntheticSample, SyntheticStep
 
 HELD_OUT_EVERY = 4  # as dataservice.planning.calibration holds out
 MOST_SYNCS = 2  # of a step: its loss, and its last moment
+HEAD_WIDTH = 3584  # of a model of 7B
+BYTES_WITHOUT_LOGITS = 2  # gradients of hidden states and head, and a chunk of logits
 BYTES_PER_LOGIT = 14.5  # 2 in bf16; in fp32 4, 4 of their softmax, and 4 of the gradient
 
 
@@ -321,24 +325,37 @@ def overhead_row(model: Model, size: Size, device: torch.device) -> Row:
 
 
 def drains_row(model: Model, size: Size, device: torch.device) -> Row:
-    """How often the host waits for the device in a step, as torch itself warns of it."""
+    """How often the host waits for the device in a step, as torch itself warns of it, or for an
+    event, of which torch does not."""
     what = "times that the host waits for the device in a step"
     bar = f"≤ {MOST_SYNCS}"
     if device.type != "cuda":
         return Row(what=what, figure="not to be seen on a CPU (test_staging.py counts)", bar=bar)
     shard = text_shard(size)
+    for_events = 0
+
+    def counted(event: torch.cuda.Event) -> None:
+        nonlocal for_events
+        for_events += 1
+        synchronize(event)
+
+    synchronize = torch.cuda.Event.synchronize
     with GroupPool() as groups, warnings.catch_warnings(record=True) as told:
         run_step(model, shard_on(shard, device), groups)  # what is made once
         drain(device)
-        told.clear()
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.Event.synchronize = counted  # type: ignore  # torch says nothing of it
+        told.clear()  # of the notice that the mode is not complete
         try:
             run_step(model, shard_on(shard, device), groups)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        syncs = [str(each.message) for each in told if "synchroniz" in str(each.message)]
-    return Row(what=what, figure=str(len(syncs)), bar=bar, met=len(syncs) <= MOST_SYNCS)
+            torch.cuda.Event.synchronize = synchronize  # type: ignore
+        warned = sum("called a synchronizing CUDA operation" in str(each.message) for each in told)
+    waits = warned + for_events
+    figure = f"{waits}, {for_events} of them for an event"
+    return Row(what=what, figure=figure, bar=bar, met=waits <= MOST_SYNCS)
 
 
 def text_shard(size: Size) -> Shard:
@@ -373,6 +390,31 @@ def loss_row(size: Size, device: torch.device, dtype: torch.dtype) -> Row:
         figure=f"{each:.1f} ({used_bytes / 1e9:.1f} GB)",
         bar=f"≤ {BYTES_PER_LOGIT:g}",
         met=each <= BYTES_PER_LOGIT,
+    )
+
+
+def linear_loss_row(size: Size, device: torch.device, dtype: torch.dtype) -> Row:
+    """The same of a loss that is taken without logits, beyond the hidden states and the head."""
+    rows, vocabulary = size.loss_shape
+    what = f"peak bytes of the loss a logit without logits, {rows} × {vocabulary}"
+    bar = f"≤ {BYTES_WITHOUT_LOGITS:g}"
+    if device.type != "cuda":
+        return Row(what=what, figure="only on a GPU, whose labels lie there", bar=bar)
+    make = partial(torch.zeros, dtype=dtype, device=device, requires_grad=True)
+    hidden, head = make(rows, HEAD_WIDTH), make(vocabulary, HEAD_WIDTH)
+    labels = torch.zeros(rows, dtype=torch.int64, device=device)
+    drain(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    linear_cross_entropy(hidden, head, labels).backward()  # type: ignore[no-untyped-call]
+    drain(device)
+    used_bytes = torch.cuda.max_memory_allocated(device) - before
+    each = used_bytes / (rows * vocabulary)
+    return Row(
+        what=what,
+        figure=f"{each:.2f} ({used_bytes / 1e9:.1f} GB)",
+        bar=bar,
+        met=each <= BYTES_WITHOUT_LOGITS,
     )
 
 
