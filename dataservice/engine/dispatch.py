@@ -450,11 +450,21 @@ class Dispatcher:
                 self._orders.make_all(step, packs, worker)
 
     def _hedge_those_due(self, step: DispatchedStep, now_s: float, *, silent: bool) -> None:
-        """`silent`: some worker does not answer, with which packs that it holds are too."""
+        """`silent`: some worker does not answer, with which packs that it holds are too. Each
+        worker gets its share in one order."""
+        shares: dict[str, tuple[WorkerInfo, list[int]]] = {}
+        work = step.placements.work
         for pack in self._may_be_due(step, now_s, silent=silent):
             if not (silent or self._hedges.left):
-                return
-            self._hedge_if_due(step, pack, now_s)
+                break
+            worker = self._hedged_at(step, pack, now_s)
+            if worker is not None:
+                self._balancer.add(worker.worker, int(work[pack]))  # the next one sees it
+                shares.setdefault(worker.worker, (worker, []))[1].append(pack)
+        for worker, packs in shares.values():
+            own = np.array(packs, np.int64)
+            self._balancer.add(worker.worker, -int(work[own].sum()))  # what is ordered is counted
+            self._orders.make_all(step, own, worker, hedge=True)
 
     def _may_be_due(self, step: DispatchedStep, now_s: float, *, silent: bool) -> list[int]:
         """The packs of which a copy may be overdue or at a silent worker: looked at one by one,
@@ -466,25 +476,26 @@ class Dispatcher:
             due |= np.isin(step.holder, list(step.numbers_of(self._balancer.silent)))
         return sorted({*np.flatnonzero(due & (of.call >= 0)).tolist(), *of.apart})
 
-    def _hedge_if_due(self, step: DispatchedStep, pack: int, now_s: float) -> None:
+    def _hedged_at(self, step: DispatchedStep, pack: int, now_s: float) -> WorkerInfo | None:
+        """Who is to decode a pack too; None where it is not due, or nobody can."""
         placement = step.placements[pack]
         copies = placement.copies.values()
         if not copies:
-            return
+            return None
         silent = all(self._balancer.is_silent(copy.worker.worker) for copy in copies)
         overdue = not placement.ready and all(
             self._is_overdue(step.job, now_s, copy) for copy in copies
         )
         if not silent and not overdue:
-            return
+            return None
         worker = self._choose(step, pack, self._candidates(step, silent=False))
         if worker is None or not (silent or self._hedges.spend()):
-            return
+            return None
         why = "does not answer" if silent else "is slow"
         about = (" and ".join(placement.copies), why, pack, worker.worker)
         log.info("%s %s: pack %d is ordered from %s too", *about, extra=step.about)
         self._metrics.pack_hedged(step.job)
-        self._orders.make(step, pack, worker, hedge=True)
+        return worker
 
     def _is_overdue(self, job: str, now_s: float, copy: Copy) -> bool:
         waited_s = now_s - copy.ordered_s

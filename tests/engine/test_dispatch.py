@@ -160,11 +160,13 @@ async def test_packs_at_a_silent_worker_are_ordered_elsewhere_without_replacing_
     step = await dispatcher.dispatch(PLAN, ORDERS)
     await until(lambda: ready(step))
     await held_by(dispatcher, step, 0, PACKS)
+    made = len(workers.calls)
     workers.set_state("w0", "silent")
     await until(lambda: all(holders_of(workers, o.key) != ["w0"] for o in ORDERS))
     found = await held_by(dispatcher, step, 0, PACKS)
     assert "w0" not in {info.worker for info in found.values()}
     assert workers.replaced == counts.lost == []
+    assert len(workers.calls) - made <= len(workers.names) - 1, "one a worker, not one a pack"
     await dispatcher.release(step, received=False)
     assert not any(workers.held.values())
 
