@@ -49,12 +49,13 @@ def least_largest_load(costs, ranks):
     tiles=st.lists(st.sampled_from([1, 3, 5]), min_size=1, max_size=7),
     unit=st.sampled_from([1, 4, 256]),
     item_s=st.sampled_from([0.0, 1.0, 50.0]),
-    squared=st.sampled_from([0.0, 1e-3]),
+    linear=st.sampled_from([0.0, 1e-14, 1e-2]),
+    squared=st.sampled_from([0.0, 1e-14, 1e-3]),
     ranks=st.integers(1, 3),
 )
-def test_no_assignment_is_below_the_bound_of_a_phase(tiles, unit, item_s, squared, ranks):
+def test_no_assignment_is_below_the_bound_of_a_phase(tiles, unit, item_s, linear, squared, ranks):
     tokens = np.array(tiles, np.int32) * np.int32(unit)
-    costs = 1e-2 * tokens + squared * tokens.astype(float) ** 2 + item_s
+    costs = linear * tokens + squared * tokens.astype(float) ** 2 + item_s
     (bound,) = phase_bounds(
         np.zeros(len(tiles), np.int64),
         costs,
@@ -107,6 +108,16 @@ def test_a_bound_counts_tiles_and_items_together():
     assert costs.sum() / 2 == 59
     assert bounds[0] == pytest.approx(62, rel=1e-3)
     assert least_largest_load(costs, 2) == 62
+
+
+@pytest.mark.parametrize("token_s", [0.0, 1e-14, 1e-9])
+def test_items_whose_tokens_weigh_next_to_nothing_are_bounded_by_their_number_at_once(token_s):
+    """As `calibrate` fits an encoder of which each item takes as long; the bound never came."""
+    tokens = np.random.default_rng(0).integers(1, 40, 62).astype(np.int32)
+    costs = token_s * tokens + 4.0
+    ones, phase = np.ones(62, np.int32), np.zeros(62, np.int64)
+    (bound,) = phase_bounds(phase, costs, tokens, ones, costs, 1, 19)
+    assert bound == pytest.approx(16.0)  # four items
 
 
 @settings(max_examples=60, deadline=None)

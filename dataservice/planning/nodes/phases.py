@@ -18,6 +18,7 @@ from dataservice.planning.nodes.level import level_phase
 
 # Up to so many units a rank in the mean, that they and the items are whole makes a difference.
 _MOST_UNITS = 48
+_MOST_POINTS = 256  # of the hull, at twice the bound: as many units as a rank could hold
 _CAP_STEP = 5e-3
 _HALVINGS = 12  # of such a step
 
@@ -152,6 +153,8 @@ def phase_bounds(
             fullest = -(-held[p] // (unit[p] * ranks)) * unit[p]
             bounds[p] = max(bounds[p], fullest * cheapest[p])
             fixed_s = least_s[p] - steepness[p] * least[p]
+            if 0.0 < fixed_s < np.inf:
+                bounds[p] = max(bounds[p], -(-count[p] // ranks) * fixed_s)
             if mean_units <= _MOST_UNITS and 0.0 < fixed_s < np.inf:
                 unit_s = steepness[p] * unit[p]
                 bounds[p] = _mixed_s(bounds[p], mean_units, count[p] / ranks, unit_s, fixed_s)
@@ -193,6 +196,8 @@ def _mixed_s(
     rounded down. Ranks of several t mix, so their means lie in the hull of these points: the cap
     rises until the hull has the mean number of units with that of items.
     """
+    if unit_s * _MOST_POINTS < 2.0 * bound_s:  # units weigh next to nothing
+        return bound_s
     low, high = bound_s, bound_s
     while _most_items(high, mean_units, unit_s, fixed_s) < mean_items:
         if high > 2.0 * bound_s:
