@@ -209,6 +209,19 @@ class PlanOptions:
             return self
         return replace(self, memory_tokens=self.memory.tokens(layout))
 
+    def static_degree_of(self, longest_tokens: int, replicas: int) -> int:
+        """The degree of static context: `static_degree`, or the least that holds the longest
+        sample. Raises PlanningError where no group of it does, or there are fewer replicas."""
+        if self.static_degree is None:
+            return self.static_degree_for(longest_tokens, replicas)
+        held = self.longest_sample_tokens(replicas)
+        if longest_tokens > held:
+            raise PlanningError(
+                f"a sample has {longest_tokens} tokens; a group of plan.static_degree "
+                f"{self.static_degree} holds at most {held}. Raise it or plan.memory_tokens."
+            )
+        return self.static_degree
+
     def static_degree_for(self, longest_tokens: int, replicas: int) -> int:
         """The least divisor of `replicas` at which one group holds the longest sample."""
         for degree in range(1, replicas + 1):
@@ -222,10 +235,28 @@ class PlanOptions:
             "tokens do not hold it. Give more replicas or raise memory_tokens."
         )
 
+    def widest_degree(self, replicas: int) -> int:
+        """The most replicas that may share a sample. Raises PlanningError where `static_degree` is
+        more than there are."""
+        context = self.stages.context
+        if context == "power_of_two":
+            return 1 << (replicas.bit_length() - 1)
+        if context != "static" or self.static_degree is None:
+            return replicas
+        if self.static_degree > replicas:
+            raise PlanningError(
+                f"plan.static_degree is {self.static_degree}, and there are {replicas} replicas. "
+                "Start as many, or lower it, or leave it out: then it is the least that holds the "
+                "longest sample."
+            )
+        return self.static_degree
+
     def longest_sample_tokens(self, replicas: int) -> int:
-        """The longest sample that all replicas together hold, padding to 2N counted."""
-        together = replicas * self.memory_tokens
-        return together if replicas == 1 else together // (2 * replicas) * (2 * replicas)
+        """The longest sample that a group of these replicas holds, padding to 2N counted. Raises as
+        `widest_degree` does."""
+        degree = self.widest_degree(replicas)
+        together = degree * self.memory_tokens
+        return together if degree == 1 else together // (2 * degree) * (2 * degree)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

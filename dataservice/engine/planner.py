@@ -184,15 +184,17 @@ def check_fits(setup: JobSetup, topology: Topology) -> None:
     """Raises QuotaError where a step would be too large for these replicas, and PlanningError,
     naming the longest sample, where they cannot hold it together. Waits for no storage."""
     _require_size(setup, topology.replicas)
+    widest = setup.options.widest_degree(topology.replicas)
     held = setup.options.longest_sample_tokens(topology.replicas)
     longest = np.array([setup.catalog.longest_sample])
     (tokens,) = setup.catalog.lengths(longest).llm_tokens
     if tokens > held:
         raise PlanningError(
-            f"{_named(setup, setup.catalog.longest_sample)} has {tokens} tokens; "
-            f"{topology.replicas} replicas of {setup.options.memory_tokens} tokens hold at most "
-            f"{held} together. Start more ranks, raise plan.memory_tokens (or the budget_bytes of "
-            "plan.memory), or say under pipeline.longer_than that such samples are cut or left "
+            f"{_named(setup, setup.catalog.longest_sample)} has {tokens} tokens; {widest} of "
+            f"{topology.replicas} replicas of {setup.options.memory_tokens} tokens, as many as may "
+            f"share a sample, hold at most {held} together. Start more ranks, raise "
+            "plan.memory_tokens (or the budget_bytes of plan.memory; plan.static_degree, where the "
+            "job gives one), or say under pipeline.longer_than that such samples are cut or left "
             "out, and index again: these are other data, which checkpoints of the job do not fit."
         )
     _require_room(setup, topology)

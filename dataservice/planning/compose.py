@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.errors import PlanningError
 from dataservice.core.layout import padded_tokens, sample_starts
 from dataservice.core.plan import ITEM_COLUMNS, StageReport, StepPlan, StepTime
 from dataservice.core.plan_options import (
@@ -359,6 +360,10 @@ def _rivals(
     unnamed = dict.fromkeys(("pack", "context", "assign", "order", "dispatch"))
     for name in BASELINES:
         plain = replace(options, strategy=name, **unnamed)  # type: ignore[arg-type]
+        try:
+            plain.static_degree_of(int(lengths.llm_tokens.max()), topology.replicas)
+        except PlanningError:  # the step's own plan is of any degree: a rival may be too
+            plain = replace(plain, static_degree=None)
         # By itself it would leave room for encoders at its own degree.
         own = beside_encoders(
             lengths, held, topology, replace(plain, memory_tokens=whole.memory_tokens)

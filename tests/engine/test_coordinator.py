@@ -240,10 +240,19 @@ async def test_contradicting_ranks_are_refused_before_anything_is_planned(store,
     assert store.last_attempt("job") is None
 
 
-async def test_a_sample_that_no_world_of_this_size_holds_is_refused_at_the_start(store, books):
-    coordinator = make_coordinator(store, books, make_setup())
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({}, "1 of 1 replicas of .* hold at most"),
+        ({"strategy": "packing", "static_degree": 2}, "static_degree is 2, and there are 1"),
+    ],
+)
+async def test_a_sample_that_no_world_of_this_size_holds_is_refused_at_the_start(
+    store, books, plan, said
+):
+    coordinator = make_coordinator(store, books, make_setup(**plan))
     await coordinator.submit("job", "")
-    with pytest.raises(PlanningError, match="hold at most"):
+    with pytest.raises(PlanningError, match=said):
         await open_rank(coordinator, 0, world=1)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.cost import ContextCost, PhaseCost
+from dataservice.core.errors import PlanningError
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import STRATEGIES, CostModel, PlanOptions
 from dataservice.core.sample import Modality
@@ -77,6 +78,42 @@ def test_a_static_ring_that_crosses_nodes_is_timed_as_one():
         pairs = zip(fast.groups(0), slow.groups(0), strict=True)
         slower = {g.replicas[0] // 3 for before, g in pairs if g.seconds > before.seconds}
         assert slower == crossing
+
+
+@pytest.mark.parametrize(
+    ("longest", "replicas", "options", "said"),
+    [
+        (2200, 4, {"strategy": "packing", "static_degree": 1}, "degree 1 holds at most 2048"),
+        (900, 4, {"strategy": "packing", "static_degree": 8}, "is 8, and there are 4 replicas"),
+        (9000, 6, {"context": "power_of_two"}, "9000 tokens"),
+    ],
+)
+def test_a_sample_that_no_allowed_degree_holds_is_refused_in_words(
+    longest, replicas, options, said
+):
+    samples = step_samples(20, 3, longest=1000)
+    samples.lengths.llm_tokens[4] = longest
+    with pytest.raises(PlanningError, match=said):
+        plan(samples, replicas, None, **options)
+
+
+def test_what_options_hold_is_what_their_widest_group_holds():
+    held = {
+        "dynamic": PlanOptions(memory_tokens=MEMORY),
+        "power of two": PlanOptions(memory_tokens=MEMORY, context="power_of_two"),
+        "static": PlanOptions(memory_tokens=MEMORY, strategy="packing"),
+        "of degree 2": PlanOptions(memory_tokens=MEMORY, strategy="packing", static_degree=2),
+    }
+    degrees = {name: options.longest_sample_tokens(6) / MEMORY for name, options in held.items()}
+    assert degrees == {"dynamic": 6, "power of two": 4, "static": 6, "of degree 2": 2}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 7, 128])
+def test_a_degree_of_the_baselines_that_holds_too_little_does_not_end_a_full_plan(degree):
+    samples = step_samples(60, 3, longest=5000)
+    samples.lengths.llm_tokens[4] = 5000
+    made = plan(samples, 8, None, static_degree=degree)
+    validate_plan(made, memory_tokens=MEMORY, sample_count=60)
 
 
 @pytest.mark.parametrize("node", [None, 8])

@@ -274,7 +274,13 @@ def test_a_sample_longer_than_all_replicas_hold_is_named_and_fits_with_more_rank
     job.register()
     (error,) = job.refuses(world_size=1)
     assert isinstance(error, RequestRefused)
-    says(error, f"texts/{LONG_TEXT}", "1 replicas of 512", "hold at most 512", "Start more ranks")
+    says(
+        error,
+        f"texts/{LONG_TEXT}",
+        "1 of 1 replicas of 512",
+        "hold at most 512",
+        "Start more ranks",
+    )
     job.visits_each_once()
 
 

@@ -135,7 +135,7 @@ def static_degree(lengths: LengthTable, replicas: int, options: PlanOptions) -> 
     if options.stages.context != "static":
         return 1
     longest = int(lengths.llm_tokens.max(initial=1))
-    return options.static_degree or options.static_degree_for(longest, replicas)
+    return options.static_degree_of(longest, replicas)
 
 
 def _degrees(lengths: LengthTable, topology: Topology, options: PlanOptions) -> Sequence[int]:
