@@ -11,11 +11,13 @@ read lines twice. It goes on behind the pieces that several have left, though.
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+import signal
+from collections.abc import Iterator, Mapping, Sequence, Set
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
 from threading import Thread
 
@@ -107,10 +109,12 @@ def _index_in_processes(
 ) -> Iterator[Result]:
     context = multiprocessing.get_context("spawn")
     counter = _SharedCounter(context.Value("q", 0), context.Value("q", 0))
+    closing = context.Value("b", 0)
+    others = frozenset(multiprocessing.active_children())
     executor = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_process, initargs=(task, counter)
+        workers, mp_context=context, initializer=_start_process, initargs=(task, counter, closing)
     )
-    indexers = _Processes(executor, task, counter, workers)
+    indexers = _Processes(executor, task, counter, closing, workers, others)
     try:
         yield from index_shared(indexers, files, shared, report)
     except BrokenProcessPool as error:
@@ -127,7 +131,9 @@ class _Processes:
     executor: ProcessPoolExecutor
     task: IndexTask
     counter: _SharedCounter
+    closing: "Synchronized[int]"
     places: int
+    others: Set[BaseProcess]  # of this program
 
     @property
     def done(self) -> tuple[int, int]:
@@ -146,14 +152,24 @@ class _Processes:
         return self.executor.submit(_join_in_process, self.task, file, pieces)
 
     def close(self) -> None:
-        self.executor.shutdown(wait=True, cancel_futures=True)
+        self.closing.value = 1  # to calls that processes have been given already
+        try:
+            self.executor.shutdown(wait=True, cancel_futures=True)
+        except KeyboardInterrupt:  # once more: what is under way is given up
+            for child in {*multiprocessing.active_children()} - self.others:
+                child.kill()
+            raise
 
 
 _indexer: FileIndexer | None = None  # of this process of the pool
+_closing: "Synchronized[int] | None" = None
 
 
-def _start_process(task: IndexTask, counter: Counter) -> None:
-    global _indexer
+def _start_process(task: IndexTask, counter: Counter, closing: "Synchronized[int]") -> None:
+    global _indexer, _closing
+    # A terminal interrupts the whole group of processes; what one has begun is finished and kept.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _closing = closing
     Thread(target=_end_with_parent, daemon=True).start()
     folder = IndexFolder(task.out_dir, task.spec.name)
     _indexer = FileIndexer(task, counter, folder.replace)
@@ -168,7 +184,11 @@ def _end_with_parent() -> None:
 
 
 def _of_this_process() -> FileIndexer:
+    """Raises CancelledError where the run ends, so that nothing more is begun."""
     assert _indexer is not None
+    assert _closing is not None
+    if _closing.value:
+        raise CancelledError
     return _indexer
 
 

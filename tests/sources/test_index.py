@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -566,6 +568,41 @@ def three_large(
     return spec(tmp_path / "data", "jsonl")
 
 
+def interrupt_all() -> None:
+    """As Ctrl-C in a terminal does: it reaches every process of the run."""
+    for child in multiprocessing.active_children():
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGINT)
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_finishes_what_is_under_way_and_begins_nothing_more(
+    tmp_path: Path,
+    spec: Spec,
+    write_jsonl: Write,
+    spawnable: Callable[[], SampleMeasurer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(index_files, "SMALLEST_POOLED_BYTES", 0)
+    for k in range(8):
+        write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "x" * 50}] * 2000)
+    index, at_interrupt = tmp_path / "index" / "src", list[int]()
+
+    def interrupt(rows: int, done_bytes: int, total_bytes: int) -> None:
+        if rows:
+            at_interrupt.append(len(list(index.glob("part-*.parquet"))))
+            interrupt_all()
+
+    build = partial(build_index, spec(tmp_path / "data", "jsonl"), make_measurer=spawnable)
+    with pytest.raises(KeyboardInterrupt):
+        build(workers=2, out_dir=str(tmp_path / "index"), progress=interrupt)
+    kept = len(list(index.glob("part-*.parquet")))
+    assert at_interrupt[0] < kept <= at_interrupt[0] + 3, "two under way, one of them just ended"
+    assert "finished first" in caplog.text
+    assert build(out_dir=str(tmp_path / "index")).files_reused == kept
+
+
 def test_shared_files_that_are_finished_when_a_run_is_interrupted_are_kept(
     tmp_path: Path, three_large: SourceSpec, spawnable: Callable[[], SampleMeasurer]
 ) -> None:
@@ -573,7 +610,7 @@ def test_shared_files_that_are_finished_when_a_run_is_interrupted_are_kept(
 
     def interrupt(rows: int, done_bytes: int, total_bytes: int) -> None:
         if any(path.name.endswith(".parquet") for path in index.glob("part-*")):
-            raise KeyboardInterrupt
+            interrupt_all()
 
     build = partial(build_index, three_large, make_measurer=spawnable, workers=2)
     with pytest.raises(KeyboardInterrupt):
@@ -612,7 +649,7 @@ class Begun:
     def interrupt(self, *_: int) -> None:
         if self.hold.exists() and self.in_its_midst():
             self.hold.unlink()  # what is begun is finished, and kept too
-            raise KeyboardInterrupt
+            interrupt_all()
 
     def build(self, **options: Any) -> IndexSummary:
         made = {"out_dir": str(self.out), "make_measurer": self.measurer, **options}
