@@ -170,7 +170,14 @@ def _elsewhere(
 
     text, base = read_text(job_file, "job file"), str(job_file.parent.absolute())
     with connecting() as client:
-        yield lambda source: ServiceIndexing(client, text, base, source, processes)
+        listed = set[str]()
+
+        def indexing(source: str) -> ServiceIndexing:
+            waits = bool(listed)  # who names a service that is not there is told at once
+            listed.add(source)
+            return ServiceIndexing(client, text, base, source, processes, waits=waits)
+
+        yield indexing
 
 
 def _dry_run(

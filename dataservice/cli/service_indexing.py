@@ -49,9 +49,13 @@ class ServiceIndexing(Elsewhere):
         base_directory: str,
         source: str,
         processes: int | None,
+        *,
+        waits: bool = True,
     ) -> None:
-        """`processes` is the most files at once, if given."""
+        """`processes` is the most files at once, if given. `waits`: for a service that is away when
+        the source is to be listed, as for one that goes away later."""
         self._client = client
+        self._listing_away_s = AWAY_S if waits else 0.0
         self._asked = spec_yaml, base_directory, source
         self._processes = processes
         self._offered = 1  # places, once it has been listed
@@ -59,7 +63,7 @@ class ServiceIndexing(Elsewhere):
 
     def listed(self) -> tuple[Sequence[SourceFile], Recipe]:
         """The files of the source as the service sees them, and how it indexes them."""
-        errands = _Errands(self._client, *self._asked, away_s=0.0)
+        errands = _Errands(self._client, *self._asked, away_s=self._listing_away_s)
         listing = Listing.from_json(errands.text(Errand(what="list")))
         self._offered, self._recipe = errands.places, listing.recipe
         return listing.files, listing.recipe
@@ -99,6 +103,7 @@ class _Errands:
     closed: threading.Event = field(default_factory=threading.Event)
     calls: set[IndexCall] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    told: bool = False  # that the service is away, since something was last heard of it
 
     def text(self, errand: Errand) -> bytes:
         """The one result of an errand. Raises SourceError where there is none."""
@@ -116,6 +121,7 @@ class _Errands:
             take(replace(result, place=left[result.place]), data)
             done.append(left[result.place])
             tries, heard_s = 0, time.monotonic()
+            self.told = False
 
         while True:
             done: list[int] = []
@@ -134,8 +140,15 @@ class _Errands:
                     raise
                 if over:
                     raise self._given_up(errand, left, tries, error) from error
-                log.warning("source %s: %s It is asked again.", self.source, error)
+                self._tell(error, lost=lost)
                 self.closed.wait(min(2.0 ** (tries - 1), LONGEST_PAUSE_S))
+
+    def _tell(self, error: ServiceError, *, lost: bool) -> None:
+        """That it is asked again: of an outage once, whichever errands it stops."""
+        with self.lock:
+            told, self.told = self.told, self.told or not lost
+        if lost or not told:
+            log.warning("source %s: %s It is asked again.", self.source, error)
 
     def close(self) -> None:
         """End every errand."""

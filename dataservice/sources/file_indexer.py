@@ -151,6 +151,12 @@ def join_pieces(
     name = part_name(file.name)
     streams = (folder.open(piece_name(file.name, piece)) for piece in pieces)
     with translate(folder.owner, f"{folder.path}/{name}", "be made"), folder.replace(name) as part:
-        joined = join_parts(part, zip(streams, pieces.values(), strict=True))
+        try:
+            joined = join_parts(part, zip(streams, pieces.values(), strict=True))
+        except FileNotFoundError as error:
+            raise SourceError(
+                f"{folder.owner}: pieces of {file.name} vanished from {folder.path} before they "
+                "were joined. Run only one `dataservice index` of a source at a time."
+            ) from error
     folder.remove_pieces(file.name)
     return joined

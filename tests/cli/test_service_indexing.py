@@ -341,9 +341,28 @@ def test_damaged_files_are_named_as_they_are_here(home, service):
 def test_a_service_that_does_not_answer_at_first_is_not_waited_for(home):
     text = (home / "job.yaml").read_text()
     with CoordinatorClient("127.0.0.1:1") as client:
-        nobody = ServiceIndexing(client, text, str(home), "text", None)
+        nobody = ServiceIndexing(client, text, str(home), "text", None, waits=False)
         with pytest.raises(ServiceUnreachableError, match=r"no service answers at 127.0.0.1:1"):
             nobody.listed()
+
+
+def test_a_service_that_is_away_when_a_later_source_is_listed_is_waited_for_and_told_of_once(
+    home, service, caplog
+):
+    asked, index = [], service.index
+
+    def twice_away(*of):
+        asked.append(of)
+        if len(asked) < 3:
+            away(service, None)
+        return index(*of)
+
+    service.index = twice_away
+    text = (home / "job.yaml").read_text()
+    files, _ = ServiceIndexing(service, text, str(home), "text", None).listed()
+    assert files
+    assert len(asked) == 3
+    assert caplog.text.count("is being restarted") == 1
 
 
 # ---- what a service reads -----------------------------------------------------------------
