@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from transformers import InternVLVisionConfig, InternVLVisionModel
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    InternVLVisionConfig,
+    InternVLVisionModel,
+)
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -11,6 +16,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from dataservice.decode.processors.internvl import InternVLProcessor
+from dataservice.decode.processors.llava import LlavaProcessor
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 from trainer_client.encoder_inputs import patch_rows, square_pixels
 
@@ -61,15 +67,25 @@ def test_a_clip_cut_inside_a_pair_of_frames_has_other_rows():
     assert not torch.allclose(rows_of(encoder, [clip[:1], clip[1:]])[: len(whole)], whole)
 
 
-def test_tiles_encoded_apart_have_the_features_of_the_whole_picture():
+LAYERS = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 56, "patch_size": 14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("processor", "make"),
+    [
+        (InternVLProcessor, lambda: InternVLVisionModel(InternVLVisionConfig(**LAYERS))),
+        (LlavaProcessor, lambda: CLIPVisionModel(CLIPVisionConfig(**LAYERS))),
+    ],
+    ids=["tiles of InternVL", "frames of LLaVA"],
+)
+def test_tiles_encoded_apart_have_the_features_of_the_whole_picture(processor, make):
     torch.manual_seed(0)
-    config = InternVLVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        image_size=56, patch_size=14,
-    )  # fmt: skip
-    encoder = InternVLVisionModel(config).double().eval()
+    encoder = make().double().eval()
     tiles = torch.randint(0, 256, (5, 56, 56, 3), dtype=torch.uint8)
-    assert InternVLProcessor.unit_frames == 1
+    assert processor.unit_frames == 1
 
     def features(items):
         return encoder(square_pixels(items, MEAN, STD, dtype=torch.float64)).last_hidden_state

@@ -24,6 +24,7 @@ class LlavaProcessor:
     """LLaVA's fixed square: 576 tokens an image, in the encoder and in the LLM."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+    unit_frames: ClassVar[int] = 1  # squares are encoded one by one
 
     kind: Literal["llava", "llava1_5"] = "llava"
     """Chooses this processor."""
