@@ -1,5 +1,7 @@
 """One part of an index: the samples of one source file as Parquet, one row a sample."""
 
+import base64
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Any, Protocol
@@ -86,6 +88,9 @@ _LONGEST_REASON = 1000
 _MANY_SKIPPED = 10_000
 _SHORT_REASON = 100
 _COUNT_EVERY_ROWS = 64
+_PLAIN_RECORD_BYTES = 2**20  # larger ones are compressed
+_MOST_RECORD_BYTES = 2**31
+_COMPRESSED = b"zlib:"
 
 
 class PartWriter:
@@ -137,7 +142,7 @@ class PartWriter:
             skipped=tuple(skipped),
             long=long,
         )
-        self._writer.add_key_value_metadata({_RECORD_KEY.decode(): record.to_json()})
+        self._writer.add_key_value_metadata({_RECORD_KEY.decode(): _footer_text(record)})
         return record
 
 
@@ -239,10 +244,35 @@ def read_record(stream: IO[bytes]) -> PartRecord | None:
     try:
         with pq.ParquetFile(stream) as part:
             metadata = part.metadata.metadata or {}
-            record = PartRecord.from_json(metadata[_RECORD_KEY])
+            record = PartRecord.from_json(_record_text(metadata[_RECORD_KEY]))
             return record if record.rows == part.metadata.num_rows else None
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+
+
+def _footer_text(record: PartRecord) -> str:
+    """The record as a footer has room for it, which readers take only up to some 60 MB: a large one
+    lists hundreds of thousands of samples that were left out for a few reasons."""
+    text = record.to_json()
+    if len(text) <= _PLAIN_RECORD_BYTES:
+        return text
+    return _COMPRESSED.decode() + base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def _record_text(found: bytes) -> bytes:
+    """Raises ValueError where it is damaged, or larger than any that this service writes."""
+    if not found.startswith(_COMPRESSED):
+        return found
+    unpacking = zlib.decompressobj()
+    try:
+        text = unpacking.decompress(
+            base64.b64decode(found.removeprefix(_COMPRESSED), validate=True), _MOST_RECORD_BYTES
+        )
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not unpacking.eof:
+        raise ValueError("it is cut short, or too large")
+    return text
 
 
 def usable(sample: ScannedSample) -> RawSample:
