@@ -25,7 +25,7 @@ def aligned(shard: Shard, rows_multiple: int) -> Shard:
 
     Call it on the host, before the copy to a device: `ShardDataset(rows_multiple=...)` does. The
     added rows are a sample whose id is -1. Microbatches that this replica is idle in stay empty;
-    `run_step` gives their decoder `rows_multiple` rows.
+    `run_step` gives their decoder `rows_multiple` rows, and two at least.
 
     Raises BadArgument where `rows_multiple` is below 1.
     """
@@ -91,4 +91,6 @@ def _end(microbatch: Microbatch) -> int:
 def _behind(positions: Tensor, added: Tensor) -> Tensor:
     """Positions [..., rows] with those of the added sample behind them."""
     shape = *positions.shape[:-1], len(added)
-    return torch.cat([positions, added.to(positions.device).expand(shape)], dim=-1)
+    # The runtime does it on a device too, whose work must not be waited for.
+    there = added.to(positions.device, non_blocking=True)
+    return torch.cat([positions, there.expand(shape)], dim=-1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
+from torch.nn.functional import pad
 
 from trainer_client.runtime.bubble_schedule import (
     AnyAction,
@@ -47,9 +48,11 @@ from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.sealed_call import sealed_call
 from trainer_client.runtime.step import (
     MultimodalModel,
+    added_rows,
+    attention_of,
+    computed_rows,
     forward_microbatch,
     seen_rows,
-    unseen_rows,
 )
 from trainer_client.shard import Microbatch, Shard
 
@@ -67,7 +70,7 @@ class LaterChunk(Protocol):
     ) -> Tensor | LinearLogits:
         """Hidden states [rows, width] through this chunk's layers; of the last chunk, what a
         ``MultimodalModel`` decodes to: logits [rows, vocabulary], ``LinearLogits``, of which a
-        sharded chunk returns the ``loss_sum``, or its own loss. There is at least one row. Of the
+        sharded chunk returns the ``loss_sum``, or its own loss. There are at least two rows. Of the
         microbatch's tensors only ``position_ids`` and ``positions`` can be relied on, and in the
         last chunk labels."""
         ...
@@ -272,17 +275,9 @@ class PipelineStage:
 
 
 def _call_later(chunk: Module, microbatch: Microbatch, hidden: Tensor, groups: GroupPool) -> Tensor:
-    """A chunk's output. On an idle replica the chunk runs on rows that the loss does not see, one
-    or as many as rows are aligned to, so that its modules run everywhere."""
+    """A chunk's output, of as many rows as the first chunk computes."""
     call = partial(sealed_call, chunk) if isinstance(chunk, FSDPModule) else chunk
-    if not microbatch.idle:
-        attention = PackedAttention(
-            microbatch.cu_seqlens,
-            group=groups.get(microbatch.cp_group),
-            lengths=microbatch.lengths,
-            layouts=microbatch.layouts,
-        )
-        return settled(call(microbatch, hidden, attention), microbatch)
-    unseen = unseen_rows(microbatch)
-    padded = torch.cat([hidden, hidden.new_zeros(unseen.rows_multiple, hidden.shape[1])])
-    return settled(call(unseen, padded, PackedAttention(unseen.cu_seqlens)), unseen)
+    computed = computed_rows(microbatch)
+    if added := added_rows(microbatch):
+        hidden = pad(hidden, (0, 0, 0, added))
+    return settled(call(computed, hidden, attention_of(computed, groups)), computed)

@@ -10,7 +10,6 @@ in each, so every collective meets its partners.
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, cast
 
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_client.alignment import extended
 from trainer_client.runtime.agreement import begin_step
 from trainer_client.runtime.clock import (
     OTHER,
@@ -46,7 +46,9 @@ from trainer_client.runtime.sealed_call import sealed_call
 from trainer_client.runtime.step_result import StepResult
 from trainer_client.runtime.wave_ahead import wave_taken, waves_of
 from trainer_client.runtime.wave_features import Features, WaveFeatures, keeps_for_backward
-from trainer_client.shard import IGNORED_LABEL, Microbatch, ModalityBatch, Shard
+from trainer_client.shard import Microbatch, ModalityBatch, Shard
+
+LEAST_ROWS = 2  # that a decoder runs on: torch compiles sizes of 0 and 1 into graphs of their own
 
 
 class MultimodalModel(Protocol):
@@ -78,7 +80,7 @@ class MultimodalModel(Protocol):
         features: Mapping[str, Features],
         attention: PackedAttention,
     ) -> Tensor | LinearLogits:
-        """Logits [local rows, vocabulary]; there is at least one row.
+        """Logits [local rows, vocabulary]; there are at least two rows.
 
         Or, so that logits are never held, ``LinearLogits``; or a loss of the model's own, a scalar:
         the sum over rows of loss weight times cross-entropy, 0 of rows without a label.
@@ -224,9 +226,9 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     scalar, where the decoder gives it or ``LinearLogits``. Collective over all replicas.
 
     Every replica runs the same modules. An encoder for which this replica has no item, but others
-    have one, runs on a dummy item; the decoder of an idle replica runs on one token, or on as many
-    as rows are aligned to. The loss sees neither. So the collectives of sharded modules, forward
-    and backward, are the same everywhere. An idle replica's rows are among the result, for
+    have one, runs on a dummy item; the decoder of an idle replica runs on ``LEAST_ROWS`` tokens, or
+    on as many as rows are aligned to. The loss sees neither. So the collectives of sharded modules,
+    forward and backward, are the same everywhere. Added rows are among the result, for
     ``seen_rows`` to leave out behind the wrapper: FSDP2 gathers weights in the order in which its
     hooks lie on a module's result, so all replicas give it results that were made alike.
     """
@@ -237,35 +239,33 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     )
     features = arriving.take()
     switch_phase("llm_forward", pack_place(microbatch, FORWARD))
-    if microbatch.idle:
-        unseen = unseen_rows(microbatch)
-        attention = PackedAttention(unseen.cu_seqlens)
-        return settled(model.decode(unseen, features, attention), unseen)
-    attention = PackedAttention(
-        microbatch.cu_seqlens,
-        group=groups.get(microbatch.cp_group),
-        lengths=microbatch.lengths,
-        layouts=microbatch.layouts,
-    )
-    return settled(model.decode(microbatch, features, attention), microbatch)
+    computed = computed_rows(microbatch)
+    return settled(model.decode(computed, features, attention_of(computed, groups)), computed)
+
+
+def computed_rows(microbatch: Microbatch) -> Microbatch:
+    """A microbatch as its decoder computes it: with ``added_rows``, tokens without labels that see
+    one another alone."""
+    # Only a pack that one replica holds has so few rows: rings cut each sample in two chunks.
+    return extended(microbatch, added_rows(microbatch), degree=1, cp_rank=0)
+
+
+def added_rows(microbatch: Microbatch) -> int:
+    """Rows that a microbatch lacks of ``LEAST_ROWS``, or of as many as rows are aligned to."""
+    return max(0, max(LEAST_ROWS, microbatch.rows_multiple) - microbatch.local_tokens)
 
 
 def seen_rows(given: Tensor, microbatch: Microbatch) -> Tensor:
-    """What was computed of a microbatch without an idle replica's rows; a loss is as it was."""
-    return given[:0] if microbatch.idle and given.dim() else given
+    """What was computed of a microbatch without the rows that were added; a loss is as it was."""
+    rows = microbatch.local_tokens
+    return given[:rows] if rows < LEAST_ROWS and given.dim() else given
 
 
-def unseen_rows(idle: Microbatch) -> Microbatch:
-    """An idle microbatch with one token that has no label, or as many as rows are aligned to."""
-    tokens = idle.position_ids.new_zeros(idle.rows_multiple)
-    end = idle.rows_multiple
-    return replace(
-        idle,
-        input_ids=tokens,
-        labels=torch.full_like(tokens, IGNORED_LABEL),
-        position_ids=tokens,
-        mrope=None if idle.mrope is None else tokens.expand(3, end),
-        cu_seqlens=idle.cu_seqlens.new_tensor([0, end]),
-        lengths=idle.cu_seqlens.new_tensor([end]),
-        weights=None,
+def attention_of(computed: Microbatch, groups: GroupPool) -> PackedAttention:
+    """Attention over the pack that this replica computes with."""
+    return PackedAttention(
+        computed.cu_seqlens,
+        group=groups.get(computed.cp_group),
+        lengths=computed.lengths,
+        layouts=computed.layouts,
     )

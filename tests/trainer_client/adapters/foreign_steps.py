@@ -17,11 +17,15 @@ def samples_of(name, model, seed, count=7):
 
 def shard_of(samples, replicas, rank, seed, degrees):
     waves = random_plan(samples, replicas, degrees, seed)
-    shard = make_shard(samples, waves, replicas, rank, seed)
+    return placed(samples, make_shard(samples, waves, replicas, rank, seed))
+
+
+def placed(samples, shard):
+    """The shard with the samples' own positions, where they are of M-RoPE."""
     if samples[0].positions is None:
         return shard
-    placed = (replace(mb, mrope=mrope_of(samples, mb)) for mb in shard.microbatches)
-    return replace(shard, microbatches=tuple(placed))
+    microbatches = (replace(mb, mrope=mrope_of(samples, mb)) for mb in shard.microbatches)
+    return replace(shard, microbatches=tuple(microbatches))
 
 
 def mrope_of(samples, microbatch):

@@ -138,6 +138,12 @@ def random_samples(seed):
     return samples
 
 
+def one_token(seed):
+    """A sample of one token, with a label."""
+    ids = torch.tensor([seed % VOCABULARY])
+    return types.SimpleNamespace(ids=ids, labels=ids, items=[])
+
+
 def random_items(rng, length):
     """(modality, rows [r, width], first position), one behind the other."""
     items, position = [], 0

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import library, nn
+from torch.fx.experimental import _config as shape_config
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -14,8 +15,22 @@ from torch.utils.checkpoint import (
 )
 
 from demo.model import DecoderBlock, ModelConfig, rotary_angles
+from tests.trainer_client.runtime.random_steps import (
+    make_model,
+    make_shard,
+    one_token,
+    random_samples,
+    single_process,
+    worst_difference,
+)
 from tests.trainer_client.runtime.whole_attention import zigzag_rows
-from trainer_client.runtime import GroupPool, LayoutError, PackedAttention
+from trainer_client.runtime import (
+    GroupPool,
+    LayoutError,
+    PackedAttention,
+    evaluate_step,
+    run_step,
+)
 from trainer_client.runtime.ring_operator import bound_packs
 
 CONFIG = ModelConfig(width=32, heads=4, kv_heads=2)
@@ -84,6 +99,36 @@ def test_a_decoder_block_is_one_graph_for_packs_of_all_lengths(backend):
         expected = block(x, angles, PackedAttention(cu_seqlens, lengths=lengths))
         good = (expected, *gradients(block, x, expected))
         assert worst((out, *gradients(block, x, out)), good) <= 1e-10
+
+
+@pytest.mark.parametrize("rows", [CONFIG.width, 2 * CONFIG.width, CONFIG.width // CONFIG.heads])
+def test_a_first_pack_with_as_many_rows_as_the_model_is_wide_makes_the_graph_of_all(rows):
+    compiled = compiled_without_recompiling(decoder_block())
+    with shape_config.patch(use_duck_shape=False):
+        for number, length in enumerate([rows, 14, 2, CONFIG.width]):
+            x, angles = inputs(length, number)
+            compiled(x, angles, PackedAttention([0, length]), first=number == 0).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler reads it
+def test_layers_that_trained_and_evaluated_compile_for_no_step_again():
+    samples = [*random_samples(12)[:4], one_token(12)]
+    usual = make_shard(samples[:4], [[((0,), [0, 1])], [((0,), [2, 3])]], 1, 0, 12)
+    rare = make_shard(samples, [[((0,), [0, 1, 2, 3])], [], [((0,), [4])]], 1, 0, 12)
+    assert rare.microbatches[1].idle
+    assert rare.microbatches[2].local_tokens == 1
+    model = make_model(())
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    with GroupPool() as pool:
+        run_step(model, usual, pool)
+        evaluate_step(model, usual, pool)
+        model.zero_grad()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            result = run_step(model, rare, pool)
+            assert evaluate_step(model, rare, pool).loss == result.loss
+    loss, grads = single_process(make_model(()), samples)
+    assert worst_difference(result, model, loss, grads)[1] <= 1e-10
 
 
 def compiled_ring(rank, size):

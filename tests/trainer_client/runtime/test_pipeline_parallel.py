@@ -24,6 +24,7 @@ from tests.trainer_client.runtime.random_chunks import (
 from tests.trainer_client.runtime.random_steps import (
     make_model,
     make_shard,
+    one_token,
     random_plan,
     random_samples,
     single_process,
@@ -72,6 +73,8 @@ def train_case(rank, case):
         if weights:
             samples = weighed(samples, *weights)
         waves = random_plan(samples, replicas, degrees, seed)
+        waves.append([((0,), [len(samples)])])
+        samples.append(one_token(seed))
         shard = make_shard(samples, waves, replicas, mesh.replica, seed)
         shard = only_its_parts(shard, mesh.stage, stages)
         model = make_model(frozen)
