@@ -17,7 +17,13 @@ from trainer_client.runtime.faults import (
     RuntimeFault,
     TransportMismatchError,
 )
-from trainer_client.runtime.gradients import ExpertReduction, FsdpReduction, GradientReduction
+from trainer_client.runtime.gradients import (
+    DdpReduction,
+    ExpertReduction,
+    FsdpReduction,
+    GradientReduction,
+    SumReduction,
+)
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.linear_loss import LinearLogits, linear_cross_entropy
 from trainer_client.runtime.loss import global_loss_tokens, sum_gradients, token_weighted_loss
@@ -50,6 +56,7 @@ from trainer_client.runtime.wave_features import Features
 __all__ = [
     "Action",
     "BubbleSchedule",
+    "DdpReduction",
     "EncoderAction",
     "EncoderCut",
     "EncoderSpan",
@@ -80,6 +87,7 @@ __all__ = [
     "SlowAttention",
     "StageLayout",
     "StepResult",
+    "SumReduction",
     "Timeline",
     "Trace",
     "TransportMismatchError",

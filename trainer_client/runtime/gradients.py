@@ -40,12 +40,23 @@ class GradientReduction(Protocol):
         ...
 
 
-def reduction_of(model: Module, everyone: PeerGroup) -> GradientReduction:
+def reduction_of(model: Module, groups: GroupPool) -> GradientReduction:
     """The reduction that fits the model's wrapper.
 
     Raises LayoutError where the model is wrapped in part, without a forward of its own, or over
-    other ranks than the replicas.
+    other ranks than the replicas; and where the pool has groups apart, which are of layers whose
+    weights it cannot know.
     """
+    if groups.members_apart:
+        raise LayoutError(
+            f"replicas {list(groups.members_apart[0])} have a group apart, over which layers send "
+            "one another tokens, and no `gradients` are given: by default those of all replicas "
+            "are added up as if each held the same weights, which is wrong for experts that are "
+            "spread over them. Give gradients=ExpertReduction(model, groups, experts=..., "
+            "holders=...), or with FSDP2 FsdpReduction(model, groups.everyone, experts=...); where "
+            "all weights are held by all, SumReduction or DdpReduction(model, groups.everyone)"
+        )
+    everyone = groups.everyone
     if isinstance(model, DistributedDataParallel):
         return DdpReduction(model, everyone)
     if isinstance(model, FSDPModule):

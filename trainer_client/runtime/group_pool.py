@@ -103,12 +103,18 @@ class GroupPool:
     def apart(self, members: Sequence[int]) -> PeerGroup:
         """A group of ``members`` with a communicator of its own, which they make alone: for
         messages that must not wait behind others', such as those between pipeline stages. Its
-        first use is collective over them, and belongs before the first step. Raises as ``get``.
+        first use is collective over them, and belongs before the first step. From then on a step
+        has to be told how gradients are summed (``gradients.py``). Raises as ``get``.
         """
         key = self._checked(members)
         if len(key) > 1 and key not in self._apart:
             self._apart[key] = self._connect(key, "apart/" + "-".join(map(str, key)))
         return self._grouped(key, self._apart.get(key))
+
+    @property
+    def members_apart(self) -> tuple[Members, ...]:
+        """The groups of several replicas that were made apart, in the order in which they were."""
+        return tuple(self._apart)
 
     @contextmanager
     def naming_lost(self, action: str) -> Iterator[None]:

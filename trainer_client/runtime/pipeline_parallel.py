@@ -31,10 +31,10 @@ from trainer_client.runtime.bubble_schedule import (
 from trainer_client.runtime.clock import phase_clock
 from trainer_client.runtime.encoder_runs import LayeredEncoders
 from trainer_client.runtime.faults import LayoutError, PlanMismatchError
-from trainer_client.runtime.gradients import GradientReduction, reduction_of
+from trainer_client.runtime.gradients import GradientReduction, SumReduction, reduction_of
+from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.host_numbers import sum_numbers
 from trainer_client.runtime.loss import LossTokens, sum_gradients
-from trainer_client.runtime.peers import PeerGroup
 from trainer_client.runtime.phases import (
     BUBBLE,
     END,
@@ -78,6 +78,7 @@ def run_pipeline_step(
     *,
     schedule: PipelineSchedule | BubbleSchedule | None = None,
     encoders: LayeredEncoders | None = None,
+    gradients: Sequence[GradientReduction] | None = None,
 ) -> PipelineResult:
     """Forward and backward of a whole step; summed gradients are left in ``.grad``.
 
@@ -93,6 +94,8 @@ def run_pipeline_step(
         ``parts`` "inputs", and is left with the same gradients of theirs. Chunks are plain. Of a
         mesh with an ``encoder_cut``, each stage runs its chunks' parts, and is left with their
         gradients alone.
+    gradients: how each chunk's gradients are summed over replicas, by default as ``run_step`` does
+        it; those of plain chunks that share weights by one reduction of them all, several times.
 
     Weights that several stages share are the caller's to add up: a tied embedding by
     ``sum_of_stages``.
@@ -106,7 +109,7 @@ def run_pipeline_step(
     lost = mesh.groups.naming_lost("a step")
     with mesh.naming_ranks(), lost, phase_clock(device, place=START) as clock:
         everyone = mesh.groups.everyone
-        reductions = _reductions_of([*chunks, *_modules(encoders)], everyone)
+        reductions = _reductions_of(chunks, encoders, gradients, mesh.groups)
         labelled = mesh.stage == mesh.stages - 1
         loss_tokens = _meet(shard, mesh, labelled=labelled)
         stage = PipelineStage(
@@ -138,12 +141,26 @@ def run_pipeline_step(
     )
 
 
-def _reductions_of(chunks: Sequence[Module], everyone: PeerGroup) -> list[GradientReduction]:
-    """One reduction per chunk; plain chunks have one in common, so that a weight which several of
-    them use is summed once."""
-    if any(isinstance(chunk, FSDPModule) for chunk in chunks):
-        return [reduction_of(chunk, everyone) for chunk in chunks]
-    return [reduction_of(ModuleList(chunks), everyone)] * len(chunks)
+def _reductions_of(
+    chunks: Sequence[Module],
+    encoders: LayeredEncoders | None,
+    given: Sequence[GradientReduction] | None,
+    groups: GroupPool,
+) -> list[GradientReduction]:
+    """One reduction per chunk, and behind them that of the encoders, where they need their own.
+    Plain chunks have one in common, so that a weight which several of them use is summed once."""
+    alone = _modules(encoders)
+    if given is None and any(isinstance(chunk, FSDPModule) for chunk in chunks):
+        return [reduction_of(chunk, groups) for chunk in chunks]  # encoders go with plain ones
+    if given is None:
+        return [reduction_of(ModuleList([*chunks, *alone]), groups)] * len(chunks)
+    if len(given) != len(chunks) or len({each.averaged_over for each in given}) > 1:
+        divisors = [each.averaged_over for each in given]
+        raise LayoutError(
+            f"`gradients` has {len(given)} reductions, which divide by {divisors}, for "
+            f"{len(chunks)} chunks; give one for each chunk, all of one kind"
+        )
+    return [*given, *(SumReduction(module, groups.everyone) for module in alone)]
 
 
 def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:

@@ -107,6 +107,7 @@ def run_step(
     model: a ``MultimodalModel``, plain, in ``DistributedDataParallel``, or sharded by
         ``fully_shard``.
     gradients: how gradients are summed over replicas; by default as the model's wrapper does it.
+        Needed where experts are spread over replicas, which send tokens over ``groups.apart``.
     features_ahead: whether the items of a microbatch are encoded before the decoder runs the
         microbatch before it, so that features travel while that computes. Loss and gradients are
         the same bits, but for random numbers such as those of dropout, which are drawn in another
@@ -119,7 +120,7 @@ def run_step(
 
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
-    reduction = gradients or reduction_of(model, groups.everyone)
+    reduction = gradients or reduction_of(model, groups)
     return _whole_step(model, shard, groups, reduction, features_ahead, encoder_stream)
 
 

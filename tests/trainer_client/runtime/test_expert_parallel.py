@@ -4,10 +4,13 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_client.runtime.posted_order import Post, stuck
+from tests.trainer_client.runtime.random_chunks import HIDDEN, cut, only_its_parts
 from tests.trainer_client.runtime.random_experts import EXPERTS, make_experts
 from tests.trainer_client.runtime.random_steps import (
+    make_model,
     make_shard,
     random_plan,
     random_samples,
@@ -19,6 +22,9 @@ from trainer_client.runtime import (
     FsdpReduction,
     GroupPool,
     LayoutError,
+    PipelineMesh,
+    SumReduction,
+    run_pipeline_step,
     run_step,
 )
 
@@ -40,7 +46,7 @@ def spread(pool, size):
     for layer in model.layers:
         layer.mlp.spread(group)
     experts = [layer.mlp.experts for layer in model.layers]
-    holders = range(replica % size, REPLICAS, size)
+    holders = range(replica % size, pool.replicas, size)
     return model, ExpertReduction(model, pool, experts=experts, holders=holders)
 
 
@@ -105,6 +111,60 @@ def refusals(rank, size):
     return said
 
 
+def without_reductions(rank, size):
+    """What steps over a group apart say that are not told how to sum gradients."""
+    said = []
+    with GroupPool(timeout_s=60) as pool:
+        spread(pool, size)
+        for model in (make_experts(), DistributedDataParallel(make_experts())):
+            with pytest.raises(LayoutError) as refused:
+                run_step(model, shards_of(2)[1][0], pool)
+            said.append(str(refused.value))
+        model, samples = make_model(()), random_samples(2)
+        shard = make_shard(samples, [[(range(size), range(len(samples)))]], size, rank, 2)
+        run_step(model, shard, pool, gradients=SumReduction(model, pool.everyone))
+    return said
+
+
+def pipelined(rank, size, virtual_stages):
+    """The largest difference of a stage whose replicas hold different experts, and the errors of
+    reductions that do not fit its chunks."""
+    stages, replicas = 2, size // 2
+    samples = random_samples(11)
+    waves = random_plan(samples, replicas, (1, 2), 11)
+    loss, grads = single_process(make_experts(), samples)
+    with PipelineMesh(stages=stages, virtual_stages=virtual_stages, timeout_s=60) as mesh:
+        shard = make_shard(samples, waves, replicas, mesh.replica, 11)
+        shard = only_its_parts(shard, mesh.stage, stages)
+        model, _ = spread(mesh.groups, replicas)
+        chunks = cut(model, stages * virtual_stages)[mesh.stage :: stages]
+        reductions = [
+            ExpertReduction(
+                chunk,
+                mesh.groups,
+                experts=[layer.mlp.experts for layer in chunk.layers],
+                holders=[mesh.replica],
+            )
+            for chunk in chunks
+        ]
+        said = []
+        for wrong in (None, reductions[1:]):
+            with pytest.raises(LayoutError) as refused:
+                run_pipeline_step(chunks, shard, mesh, HIDDEN, gradients=wrong)
+            said.append(str(refused.value))
+        result = run_pipeline_step(chunks, shard, mesh, HIDDEN, gradients=reductions)
+    first = mesh.replica * (EXPERTS // replicas)
+    mine = {id(parameter) for chunk in chunks for parameter in chunk.parameters()}
+    worst = abs(result.loss - loss) / abs(loss)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in mine:
+            good = grads[own_name(name, first)]
+            difference = (parameter.grad - good).norm() / good.norm().clamp_min(1e-3)
+            worst = max(worst, float(difference))
+    idle = any(sum(len(members) for members, _ in wave) < replicas for wave in waves)
+    return worst, idle, said
+
+
 def test_spread_experts_get_the_gradients_of_a_single_process(world):
     cases = [
         (2, 2, False, "spread"),
@@ -163,3 +223,19 @@ def test_experts_that_a_wrapper_would_sum_wrongly_are_refused_with_the_remedy(wo
             "name experts that fewer replicas share in FsdpReduction(..., experts=...)" in unnamed
         )
         assert "call fully_shard on each of them" in whole
+
+
+def test_a_step_over_a_group_apart_is_refused_unless_it_says_how_gradients_are_summed(world):
+    for said in world(without_reductions, 2).values():
+        for refused in said:
+            assert "replicas [0, 1] have a group apart" in refused
+            assert "Give gradients=ExpertReduction(model, groups" in refused
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_experts_of_a_pipeline_get_the_gradients_of_a_single_process(world, virtual_stages):
+    for worst, idle, (unsaid, too_few) in world(pipelined, 4, virtual_stages).values():
+        assert worst <= 1e-10
+        assert idle
+        assert "have a group apart" in unsaid
+        assert f"`gradients` has {virtual_stages - 1} reductions" in too_few
