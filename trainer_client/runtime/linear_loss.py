@@ -10,7 +10,8 @@ gradient in the backward pass; so logits are computed once, and nothing is compu
                        └─ softmax − target ─▶ gradients of hidden, head, bias
 
 Rows without a label or with weight 0 are left out where labels lie on the host, as a shard brings
-them; on a device, finding them would make the host wait, so there they count as 0.
+them; on a device, finding them would make the host wait, so there they count as 0, and so they do
+in a compiled graph, whose shapes cannot follow them.
 
 Source: the idea of computing a head's gradients in its forward pass by chunks of rows is that of
 Liger Kernel (Hsu et al., 2024), section 3.2.
@@ -124,7 +125,8 @@ def linear_cross_entropy(
     labels: [...], int64; -100 marks rows without one. weights: [...], 1 where None.
 
     Under autocast, logits are computed in its type, as those of ``torch.nn.functional.linear``.
-    The gradients can be taken once.
+    The gradients can be taken once. Compiled with ``fullgraph=True, dynamic=True`` it is one graph
+    for each number of chunks of rows, and another where the last one is a single row.
 
     Raises LayoutError where shapes or types differ, or the weight is sharded.
     """
@@ -139,7 +141,7 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.detach()
     rows = hidden.reshape(-1, hidden.shape[-1])
     targets, factors = labels.reshape(-1), None if weights is None else weights.reshape(-1)
-    if targets.device == HOST:
+    if targets.device == HOST and not torch.compiler.is_compiling():
         learnt = targets != IGNORED_LABEL
         if factors is not None:
             learnt &= factors.cpu() != 0
@@ -238,7 +240,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _chunks(rows: int, row_bytes: int) -> Iterator[slice]:
     step = max(1, CHUNK_BYTES // row_bytes)
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    # By their number: a compiler makes a graph of each, and would of each number of rows.
+    starts = (number * step for number in range(-(-rows // step)))
+    return (slice(start, min(start + step, rows)) for start in starts)
 
 
 def _row_losses(

@@ -87,8 +87,8 @@ class PackedAttention:
 
         Raises
         ------
-        LayoutError: shapes contradict the pack or one another, q, k and v differ in type, or the
-            kernel cannot compute this.
+        LayoutError: shapes contradict the pack or one another, q, k and v differ in type or are
+            not floating of 16, 32 or 64 bits, or the kernel cannot compute this.
         PeerError: a member of the group died or hung.
         """
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

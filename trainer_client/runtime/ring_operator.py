@@ -34,6 +34,7 @@ from trainer_client.runtime.ring_passes import pass_backward, pass_forward
 _packs: dict[int, "BoundPack"] = {}
 _numbers = itertools.count()
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of q, k and v
 LayoutKey = tuple[bool, int | None, int | None, torch.device]
 
 
@@ -211,4 +212,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, layout: RingLayout) -> None:
             f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, but attention takes one type; cast "
             f"them before it, such as q.to({half}), k.to({half}), v.to({half}). Rotary embeddings "
             "in float32 under autocast leave q and k wider than v"
+        )
+    if q.dtype not in FLOATS:
+        raise LayoutError(
+            f"q, k and v are {q.dtype}, and attention takes {', '.join(map(str, FLOATS))}; cast "
+            "all three before it, such as q.to(torch.bfloat16)"
         )

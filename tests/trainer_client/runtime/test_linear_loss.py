@@ -316,3 +316,23 @@ def test_a_head_with_a_forward_of_its_own_is_refused():
     shard = make_shard(samples, random_plan(samples, 1, (1,), 11), 1, 0, 11)
     with GroupPool() as pool, pytest.raises(LayoutError, match="Scaled with a forward of its own"):
         run_step(model, shard, pool)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own functions
+@pytest.mark.parametrize("weighs", [False, True])
+def test_the_loss_of_labels_on_the_host_is_one_graph_that_gives_the_same(weighs):
+    torch.compiler.reset()
+    compiled = torch.compile(
+        linear_cross_entropy, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for number, rows in enumerate([ROWS, ROWS - 1]):  # five chunks each
+        hidden, weight, bias, labels, weights = case(number, weighs=weighs)
+        # Cut ones are no views, whose whole a compiler looks at too.
+        hidden = hidden.detach()[:rows].clone().requires_grad_()
+        leaves = hidden, weight, bias
+        given = [each[:rows].clone() for each in (labels, weights) if each is not None]
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            found = compiled(hidden, weight, *given, bias=bias)
+        good = with_gradients(whole(hidden, weight, bias, *given), leaves)
+        assert worst(with_gradients(found, leaves), good) <= 1e-10
+    torch.compiler.reset()

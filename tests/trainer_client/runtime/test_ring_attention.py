@@ -178,6 +178,13 @@ def test_queries_keys_and_values_of_different_types_are_refused_with_the_cast_to
     assert named in str(e.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64])
+def test_types_that_are_not_floating_of_16_bits_or_more_are_refused_with_the_cast_to_do(dtype):
+    q = torch.zeros(4, 2, 4).to(dtype)
+    with pytest.raises(LayoutError, match=rf"are {dtype}, and.*q\.to\(torch\.bfloat16\)"):
+        ring_attention(q, q, q, [0, 4], group=None)
+
+
 def test_half_types_on_a_cpu_use_the_plain_kernel():
     from trainer_client.runtime.block_attention import choose_kernel
 
