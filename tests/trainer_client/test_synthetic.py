@@ -121,6 +121,25 @@ def test_groups_have_the_given_degrees_and_packs_fill_their_memory(degrees):
     )
 
 
+@pytest.mark.parametrize("tokens", [(None, None), (3, None), (None, 3), (40, 3), (63, 62)])
+def test_the_tokens_of_features_stand_where_items_do_and_nowhere_else(tokens):
+    job = dataclasses.replace(JOB, vocabulary=64, image_token=tokens[0], sound_token=tokens[1])
+    image, sound = (
+        last if given is None else given for given, last in zip(tokens, (62, 63), strict=True)
+    )
+    others = set()
+    for sample in job.step(0).samples:
+        expected = torch.full_like(sample.input_ids, -1)
+        for item in sample.items:
+            place = slice(item.position, item.position + item.tokens)
+            expected[place] = image if item.modality == "vision" else sound
+        assert torch.equal(sample.input_ids == image, expected == image)
+        assert torch.equal(sample.input_ids == sound, expected == sound)
+        others |= set(sample.input_ids[expected < 0].tolist())
+    assert len(others) > 50
+    assert others <= set(range(64))
+
+
 def test_a_loop_over_the_dataset_is_the_loop_over_a_service():
     def loop(dataset, stop_after=None):
         seen = []
@@ -187,6 +206,8 @@ def item_at(position, tokens, modality="vision"):
         (lambda: SyntheticJob(replicas=2, degrees=(3,)), "between 1 and the 2 replicas"),
         (lambda: SyntheticJob(sample_tokens=(9, 3)), "must be at least 1, and rise"),
         (lambda: SyntheticJob(memory_tokens=0), "0 memory_tokens"),
+        (lambda: SyntheticJob(image_token=31_999), "image_token is 31999 and sound_token 31999"),
+        (lambda: SyntheticJob(vocabulary=64, sound_token=64), r"of the vocabulary's 0\.\.63"),
         (lambda: JOB.step(3), "outside 0..2"),
         (lambda: JOB.step(0).shard(3), "outside 0..2"),
     ],

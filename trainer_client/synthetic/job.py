@@ -57,7 +57,10 @@ class SyntheticJob:
     pack fills `memory_tokens` × its degree with samples, whose lengths are drawn from
     `sample_tokens` by the logarithm; a group of several replicas begins with a sample that needs
     it. `labelled` is the share of a sample's text that has labels, at its end. With `loss_weights`,
-    samples weigh between 0.5 and 2.
+    samples weigh between 0.5 and 2. `image_token` and `sound_token` stand where features of
+    pictures and of sound go, and nowhere else: give the model's own, from which it may work out
+    which tokens see one another. By default they are the last two of the vocabulary. `mrope` is the
+    rule by which a model counts time, height and width, as those of Qwen-VL do.
 
     Raises BadArgument where a number makes no step.
     """
@@ -70,6 +73,8 @@ class SyntheticJob:
     degrees: tuple[int, ...] = (1,)
     sample_tokens: tuple[int, int] = (64, 2048)
     vocabulary: int = 32_000
+    image_token: int | None = None
+    sound_token: int | None = None
     labelled: float = 0.7
     loss_weights: bool = False
     media: SyntheticMedia = field(default_factory=SyntheticMedia)
@@ -77,12 +82,12 @@ class SyntheticJob:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = self.replicas, self.microbatches, self.memory_tokens, self.vocabulary - 1
+        counts = self.replicas, self.microbatches, self.memory_tokens, self.vocabulary - 2
         if min(counts) < 1 or self.steps < 0:
             raise BadArgument(
                 f"{self.replicas} replicas, {self.microbatches} microbatches, "
                 f"{self.memory_tokens} memory_tokens and a vocabulary of {self.vocabulary} must be "
-                f"at least 1, 1, 1 and 2, and steps ({self.steps}) at least 0"
+                f"at least 1, 1, 1 and 3, and steps ({self.steps}) at least 0"
             )
         if not self.degrees or not all(1 <= degree <= self.replicas for degree in self.degrees):
             raise BadArgument(
@@ -91,6 +96,21 @@ class SyntheticJob:
         low, high = self.sample_tokens
         if not 1 <= low <= high:
             raise BadArgument(f"sample_tokens {self.sample_tokens} must be at least 1, and rise")
+        image, sound = self.feature_tokens
+        if image == sound or not all(0 <= token < self.vocabulary for token in (image, sound)):
+            raise BadArgument(
+                f"image_token is {image} and sound_token {sound}; give two different ones of the "
+                f"vocabulary's 0..{self.vocabulary - 1}"
+            )
+
+    @property
+    def feature_tokens(self) -> tuple[int, int]:
+        """The tokens that stand for features of pictures and of sound."""
+        image, sound = self.image_token, self.sound_token
+        return (
+            self.vocabulary - 2 if image is None else image,
+            self.vocabulary - 1 if sound is None else sound,
+        )
 
     def step(self, number: int) -> SyntheticStep:
         """A step, the same on whichever rank it is drawn. Raises BadArgument outside the job."""
@@ -153,14 +173,16 @@ class _Draw:
 
     def _sample(self, tokens: int) -> SyntheticSample:
         job, rng = self._job, self._rng
-        # The last two of the vocabulary stand for the features of pictures and of sound.
-        ids = torch.from_numpy(rng.integers(0, max(1, job.vocabulary - 2), tokens))
+        image, sound = job.feature_tokens
+        ids = torch.from_numpy(rng.integers(0, job.vocabulary - 2, tokens))
+        for token in sorted((image, sound)):
+            ids += ids >= token  # text has all other tokens
         labels = torch.cat([ids[1:], ids.new_full((1,), IGNORED_LABEL)])
         labels[: round(tokens * (1 - job.labelled))] = IGNORED_LABEL
         items = tuple(self._items(tokens))
         for item in items:
             place = slice(item.position, item.position + item.tokens)
-            ids[place] = job.vocabulary - (2 if item.modality == "vision" else 1)
+            ids[place] = image if item.modality == "vision" else sound
             labels[max(0, item.position - 1) : item.position + item.tokens] = IGNORED_LABEL
         return SyntheticSample(
             id=self._step << 32 | len(self.samples),

@@ -24,6 +24,7 @@ from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
 from tests.trainer_client.runtime.fake_device import DeviceTensor, FakeDevice
 from trainer_client.adapters.transformers import trainable
 from trainer_client.features import SAMPLE_RATE_HZ
+from trainer_client.synthetic import SyntheticJob, SyntheticMedia
 
 COLOURS = {"image_mean": MEAN, "image_std": STD, "do_resize": False, "do_convert_rgb": False}
 
@@ -96,3 +97,19 @@ def test_log_mel_frames_are_those_of_the_librarys_processor():
     sounds = [item.numpy() for item in items]
     expected = processor(sounds, sampling_rate=SAMPLE_RATE_HZ, return_tensors="pt")
     torch.testing.assert_close(mel, expected["input_features"], atol=1e-5, rtol=0)
+
+
+def test_the_tokens_of_a_synthetic_image_see_one_another_where_the_job_has_the_model_s_token():
+    family = trainable(FAMILIES["gemma3"].build(), processor=PROCESSOR).family
+    config = family.model.config
+    job = SyntheticJob(
+        memory_tokens=200, sample_tokens=(40, 90),
+        vocabulary=config.text_config.vocab_size, image_token=config.image_token_id,
+        media=SyntheticMedia(images=3.0, side_px=(16, 16), patch=4, merge=2),
+    )  # fmt: skip
+    microbatches = [mb for mb in job.step(0).shard(0).microbatches if mb.vision is not None]
+    assert microbatches
+    for mb in microbatches:
+        spans = family.spans(mb)
+        images = spans[spans >= 0].bincount()
+        assert images[images > 0].tolist() == mb.items.tokens.tolist()
