@@ -11,6 +11,9 @@ that the items are on.
 
 Qwen2.5-VL's window indices are not made here: in transformers, and in the released code, the
 encoder itself derives them from the grids, as it does `frame_cu_seqlens`.
+
+The host never waits for the device of the items. What follows from their shapes alone, it can have
+without it: `patch_grids` and `sound_frames`.
 """
 
 from collections.abc import Sequence
@@ -20,6 +23,7 @@ import torch
 from torch.nn import functional
 
 from trainer_client.features import HOP_SAMPLES, log_mel, normalize_pixels, patchify
+from trainer_client.staging import copied_once
 
 
 class PatchRows(NamedTuple):
@@ -57,18 +61,24 @@ def patch_rows(
         ValueError: there are no items, or one does not fall into patches.
     """
     _check_any(items)
-    rows, grids = [], []
+    rows = []
     for pixels in items:
-        made, grid = patchify(
-            normalize_pixels(pixels, mean, std, dtype),
-            patch=patch,
-            temporal_patch=temporal_patch,
-            merge=merge,
-        )
+        normal = normalize_pixels(pixels, mean, std, dtype)
+        made, _ = patchify(normal, patch=patch, temporal_patch=temporal_patch, merge=merge)
         rows.append(made)
-        grids.append(grid)
-    grid_thw = torch.tensor(grids, dtype=torch.int64, device=rows[0].device)
-    return PatchRows(torch.cat(rows), grid_thw)
+    grids = patch_grids(items, patch=patch, temporal_patch=temporal_patch)
+    return PatchRows(torch.cat(rows), copied_once(grids, rows[0].device))
+
+
+def patch_grids(
+    items: Sequence[torch.Tensor], *, patch: int = 14, temporal_patch: int = 2
+) -> torch.Tensor:
+    """`PatchRows.grid_thw` of items [frames, height, width, 3] on the host: int64[n, 3]."""
+    grids = [
+        (-(-frames // temporal_patch), height // patch, width // patch)
+        for frames, height, width, _ in (pixels.shape for pixels in items)
+    ]
+    return torch.tensor(grids, dtype=torch.int64)
 
 
 def frame_cu_seqlens(grid_thw: torch.Tensor) -> torch.Tensor:
@@ -127,9 +137,14 @@ def log_mel_batch(
         )
     padded = torch.stack([functional.pad(audio, (0, width - len(audio))) for audio in items])
     features = log_mel(padded, n_mels=n_mels).to(dtype)
-    frames = torch.tensor([-(-len(audio) // HOP_SAMPLES) for audio in items], device=padded.device)
+    frames = copied_once(sound_frames(items), padded.device)
     place = torch.arange(features.shape[-1], device=padded.device)
     return LogMelBatch(features, (place < frames[:, None]).to(torch.int64))
+
+
+def sound_frames(items: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Log-mel frames that hold sound of items [samples], on the host: int64[n]."""
+    return torch.tensor([-(-len(audio) // HOP_SAMPLES) for audio in items], dtype=torch.int64)
 
 
 def _check_any(items: Sequence[torch.Tensor]) -> None:

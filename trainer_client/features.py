@@ -5,7 +5,7 @@ less. Normalising, cutting into patches and the log-mel spectrogram are done her
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch.nn import functional
@@ -32,8 +32,17 @@ def normalize_pixels(
             f"{len(std)} deviations; give uint8 [..., channels] and one of each per channel."
         )
     work = torch.float64 if dtype == torch.float64 else torch.float32
-    shift, scale = (255.0 * torch.tensor(x, dtype=work, device=pixels.device) for x in (mean, std))
+    shift, scale = (scaled_there(tuple(x), work, pixels.device) for x in (mean, std))
     return pixels.to(work).sub_(shift).div_(scale).to(dtype)
+
+
+@cache
+def scaled_there(
+    values: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """255 times a value of each channel, `dtype`[channels]; copied to a device once, since the host
+    waits for it."""
+    return (255.0 * torch.tensor(values, dtype=dtype)).to(device)
 
 
 def patchify(
@@ -93,10 +102,16 @@ def log_mel(
         return_complex=True,
     )
     power = spectrum[..., :-1].abs().square()  # [batch, frequency, frame]
-    mel = mel_filters(n_mels).to(audio.device) @ power
+    mel = filters_there(n_mels, audio.device) @ power
     log = mel.clamp(min=1e-10).log10()
     log = torch.maximum(log, log.amax(dim=(-2, -1), keepdim=True) - 8.0)
     return ((log + 4.0) / 4.0).reshape(*batch, n_mels, -1)
+
+
+@cache
+def filters_there(n_mels: int, device: torch.device) -> torch.Tensor:
+    """`mel_filters` on a device, where they are copied to once, since the host waits for it."""
+    return mel_filters(n_mels).to(device)
 
 
 @lru_cache(maxsize=4)

@@ -11,6 +11,7 @@ from transformers import WhisperFeatureExtractor
 from transformers.models.whisper import feature_extraction_whisper
 from transformers.vision_utils import get_vision_cu_seqlens
 
+from tests.trainer_client.runtime.fake_device import THERE, FakeDevice
 from trainer_client import normalize_pixels, patchify
 from trainer_client.encoder_inputs import (
     frame_cu_seqlens,
@@ -107,3 +108,23 @@ def test_what_an_encoder_cannot_take_is_refused():
         square_pixels([pixels(1, 16, 16), pixels(1, 8, 8)], MEAN, STD)
     with pytest.raises(ValueError, match="1,600 samples does not fit pad_to_samples=800"):
         log_mel_batch([torch.zeros(1600)], pad_to_samples=800)
+
+
+def test_items_on_a_device_never_make_the_host_wait_behind_the_first():
+    with FakeDevice() as device:
+        images = [pixels(1, 28, 28).to(THERE) for _ in range(20)]
+        recordings = [torch.zeros(1600 * (1 + n)).to(THERE) for n in range(3)]
+
+        def make_all():
+            rows = patch_rows(images, MEAN, STD)
+            squares = square_pixels(images, MEAN, STD)
+            mel = log_mel_batch(recordings)
+            return [*rows, squares, *mel]
+
+        device.copies.clear()
+        assert {made.device for made in make_all()} == {THERE}
+        assert len(device.copies) == 3  # mean and deviation of colours, and the filters of sound
+        device.copies.clear()
+        make_all()
+        assert not device.copies
+        assert not device.reads

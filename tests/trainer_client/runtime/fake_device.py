@@ -1,19 +1,26 @@
-"""A device that computes as the CPU does, and counts what would make the host wait for it.
+"""A device that computes as the CPU does, and notes what would make the host wait for it.
 
 Tensors "there" say that they are on the meta device, which autograd knows and torch has no storage
 for; each holds its numbers in a tensor of the CPU. Every operation on them goes through
 ``DeviceTensor.__torch_dispatch__``, and so does every copy to and from them. What reads their
-numbers on the host (item, tolist, bool, nonzero, a copy to the CPU, a mask as an index) is noted.
+numbers on the host (item, tolist, bool, nonzero, a copy to the CPU, a mask as an index) is noted,
+and so is what copies numbers of the host to it and does not return before they are there. A copy
+that need not be waited for is not noted; that its memory is pinned, as it must be, shows on a GPU
+only.
 """
 
 import torch
 from torch._C import _DisableTorchDispatch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trainer_client import features
+
 THERE = torch.device("meta")
 NUMBERS = {"_local_scalar_dense", "equal", "is_nonzero"}  # which end up in Python
-SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim"}  # of results, known there only
+# Sizes of results are known there only.
+SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 INDEXED = {"index", "index_put", "index_put_"}
 
 
@@ -49,11 +56,24 @@ class DeviceTensor(torch.Tensor):
 
 
 class FakeDevice(TorchDispatchMode):
-    """While it is entered, tensors can be made there; ``reads`` lists what waited for it."""
+    """While it is entered, tensors can be made there; ``reads`` lists what waited for it, and
+    ``copies`` what waited for numbers on their way to it."""
 
     def __init__(self):
         super().__init__()
-        self.reads = []
+        self.reads, self.copies = [], []
+        self._functions = _Functions(self)
+
+    def __enter__(self):
+        self._functions.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._functions.__exit__(*error)
+        # What was copied there to stay is gone with it.
+        features.scaled_there.cache_clear()
+        features.filters_there.cache_clear()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -62,17 +82,60 @@ class FakeDevice(TorchDispatchMode):
 
     def _note(self, operation, args, kwargs):
         name = name_of(operation)
-        there = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DeviceTensor)]
-        target = kwargs.get("device")
-        if name == "_to_copy":
-            if there and target is not None and torch.device(target).type == "cpu":
-                self.reads.append("a copy to the host")
-        elif name == "copy_":
-            into, source = args[:2]
-            if isinstance(source, DeviceTensor) and not isinstance(into, DeviceTensor):
-                self.reads.append("a copy to the host")
-        elif there and (name in NUMBERS | SIZES or by_mask(name, args)):
+        there = any(isinstance(each, DeviceTensor) for each in tree_leaves((args, kwargs)))
+        if name in ("_to_copy", "copy_"):
+            self._note_copy(name, args, kwargs)
+        elif there and (name in NUMBERS | SIZES or by_mask(name, args) or repeats(name, kwargs)):
             self.reads.append(str(operation))
+        elif there and name in INDEXED and any(is_on_host(index) for index in args[1]):
+            self.copies.append("an index of the host")
+
+    def _note_copy(self, name, args, kwargs):
+        if name == "copy_":
+            there, from_there = (isinstance(each, DeviceTensor) for each in args[:2])
+        else:
+            from_there, target = isinstance(args[0], DeviceTensor), kwargs.get("device")
+            there = from_there if target is None else is_there(target)
+        if from_there and not there:
+            self.reads.append("a copy to the host")
+        elif there and not from_there and not (kwargs.get("non_blocking") or True in args[2:]):
+            self.copies.append("a copy to the device")
+
+
+class _Functions(TorchFunctionMode):
+    """What torch does with numbers of Python below the operations that a device sees."""
+
+    def __init__(self, device):
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.tolist and isinstance(args[0], DeviceTensor):
+            self._device.reads.append("tolist")
+            return args[0].held.tolist()
+        if function is torch.Tensor.new_tensor:
+            kwargs = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+            function, args = torch.tensor, args[1:]
+        makes = function in (torch.tensor, torch.as_tensor) and is_there(kwargs.get("device"))
+        if makes and not isinstance(args[0], DeviceTensor):
+            return function(*args, **{**kwargs, "device": "cpu"}).to(THERE)
+        return function(*args, **kwargs)
+
+
+def is_there(target):
+    """Whether a device that an operation was given, or None, is the played one."""
+    return target is not None and torch.device(target) == THERE
+
+
+def is_on_host(index):
+    return isinstance(index, torch.Tensor) and not isinstance(index, DeviceTensor)
+
+
+def repeats(name, kwargs):
+    """Whether rows are repeated by numbers whose sum, the size of the result, is known there
+    only."""
+    return name == "repeat_interleave" and kwargs.get("output_size") is None
 
 
 def by_mask(name, args):
@@ -106,8 +169,10 @@ def wrapped(value):
 
 
 def moved(model):
-    """The model with its parameters there."""
+    """The model with its parameters and buffers there."""
     for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, DeviceTensor(buffer))
         for name, parameter in list(module.named_parameters(recurse=False)):
             there = DeviceTensor(parameter.data)
             trains = parameter.requires_grad

@@ -43,8 +43,10 @@ def one_step(rank, size, seed):
         model = model_there()
         on_device = shard.to(THERE)
         assert not device.reads
+        device.copies.clear()
         result = run_step(model, on_device, pool, features_ahead=seed % 2 == 0)
         waited = list(device.reads)
+        assert not device.copies
         device.reads.clear()
         assert result.loss == result.loss
         waited_for_loss = list(device.reads)
@@ -103,6 +105,9 @@ def reads(there):
         "copy into": lambda: torch.zeros(3).copy_(there),
         "select": lambda: there.masked_select(there > 0),
         "equal": lambda: torch.equal(there, there),
+        "list": lambda: there.tolist(),
+        "unique": lambda: there.unique_consecutive(),
+        "repeat": lambda: there.repeat_interleave(there.long()),
     }
 
 
@@ -115,3 +120,27 @@ def test_the_played_device_notes_every_way_of_reading_a_number(way):
         assert not device.reads
         reads(there)[way]()
         assert len(device.reads) == 1
+
+
+def copies(there):
+    """Each way of giving it a number of the host and waiting until it has it."""
+    return {
+        "to": lambda: torch.zeros(3).to(THERE),
+        "copy into": lambda: there.copy_(torch.zeros(3)),
+        "tensor": lambda: torch.tensor([1.0], device=THERE),
+        "new tensor": lambda: there.new_tensor([1.0]),
+        "index": lambda: there[torch.tensor([0, 2])],
+    }
+
+
+@pytest.mark.parametrize("way", list(copies(None)))
+def test_the_played_device_notes_every_way_of_waiting_for_a_number_to_arrive(way):
+    with FakeDevice() as device:
+        there = torch.zeros(3).to(THERE, non_blocking=True)
+        there.copy_(torch.ones(3), non_blocking=True)
+        assert there.repeat_interleave(there.long(), output_size=3).device == THERE
+        assert not device.copies
+        assert not device.reads
+        copies(there)[way]()
+        assert device.copies
+        assert not device.reads
