@@ -8,7 +8,6 @@ and masks itself. In the place of the layers before a part stands what the part 
 comes in with the first layer, and what merges behind the last, each belong to one part alone.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from trainer_client.adapters.transformers.families import QwenVL, TextFamily
 from trainer_client.adapters.transformers.faults import UnsupportedModel
 from trainer_client.adapters.transformers.model_parts import with_children, with_parts
 from trainer_client.adapters.transformers.trainable import TrainableModel
-from trainer_client.encoder_inputs import patch_rows
 from trainer_client.runtime import EncoderCut
 from trainer_client.shard import ModalityBatch
 
@@ -134,26 +132,20 @@ class _EncoderPart(Module):
         return dtype
 
     @property
+    def config(self) -> Any:
+        return self.visual.config
+
+    @property
     def spatial_merge_size(self) -> int:
         size: int = self.visual.spatial_merge_size
         return size
 
     def run(self, family: Any, batch: ModalityBatch, hidden: Tensor | None) -> Tensor:
         """This part of one microbatch."""
-        sizes = family.model.config.vision_config
-        patch, temporal, merge = (
-            sizes.patch_size,
-            sizes.temporal_patch_size,
-            sizes.spatial_merge_size,
-        )
-        if hidden is None:
-            rows, grids = patch_rows(
-                batch.items, patch=patch, temporal_patch=temporal, merge=merge, **family.pixels()
-            )
-        else:  # pixels are those of the first part; only their grids count
-            rows, grids = hidden.new_empty(len(hidden), 1), _grids(batch.items, patch, temporal)
+        # Pixels are those of the first part; of a later one's only the shapes count.
+        rows = family.patches(batch) if hidden is None else hidden.new_empty(len(hidden), 1)
         self._given.hidden = hidden
-        found = family.seen(rows, grids)
+        found = family.seen_patches(rows, batch)
         self._given.hidden, taken = None, self._taken.hidden
         self._taken.hidden = None
         if self._last:
@@ -161,15 +153,6 @@ class _EncoderPart(Module):
             return made
         assert taken is not None  # the blocks ran
         return taken
-
-
-def _grids(items: Sequence[Tensor], patch: int, temporal: int) -> Tensor:
-    """Patches of each item in time, height and width: int64[items, 3]."""
-    grids = [
-        (-(-frames // temporal), height // patch, width // patch)
-        for frames, height, width, _ in (item.shape for item in items)
-    ]
-    return torch.tensor(grids, dtype=torch.int64, device=items[0].device)
 
 
 class _Passed(Module):

@@ -20,12 +20,20 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 from trainer_client.adapters.transformers.attention import DEGREE_ONE, PackAttention
 from trainer_client.adapters.transformers.faults import UnsupportedModel
+from trainer_client.adapters.transformers.grids import derived_from
 from trainer_client.adapters.transformers.head import HeadLoss
-from trainer_client.encoder_inputs import log_mel_batch, patch_rows, square_pixels
+from trainer_client.encoder_inputs import (
+    log_mel_batch,
+    patch_grids,
+    patch_rows,
+    sound_frames,
+    square_pixels,
+)
 from trainer_client.features import HOP_SAMPLES
 from trainer_client.positions import MropeRule, local_positions
 from trainer_client.runtime import Features, Kernel, LayoutError, PackedAttention, scatter_rows
 from trainer_client.shard import MODALITIES, Microbatch, ModalityBatch, PackItems
+from trainer_client.staging import copied_once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +88,8 @@ class TextFamily:
         """Feature rows [rows, row width] of a batch's items, end to end."""
         raise NotImplementedError
 
-    def dummy_item(self, modality: str) -> Tensor:
-        """The smallest item that the encoder takes, on the host."""
+    def dummy_item(self, modality: str, device: torch.device) -> Tensor:
+        """The smallest item that the encoder takes."""
         raise NotImplementedError
 
     def decode(
@@ -190,9 +198,10 @@ class FeatureFamily(TextFamily):
         assert known is not None  # trainable() finds one for every family that sees
         return {"mean": known.mean, "std": known.std, "dtype": self.weights("vision")[0].dtype}
 
-    def seen(self, *inputs: object) -> Any:
-        """What the library's own vision encoder, with its projector, makes of its inputs."""
-        return self.model.model.get_image_features(*inputs, return_dict=True)
+    def seen(self, *inputs: object, **derived: object) -> Any:
+        """What the library's own vision encoder, with its projector, makes of its inputs; `derived`
+        are those that it would derive from the others itself."""
+        return self.model.model.get_image_features(*inputs, return_dict=True, **derived)
 
 
 class QwenVL(FeatureFamily):
@@ -204,15 +213,26 @@ class QwenVL(FeatureFamily):
     _clock_is_known = False
 
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
+        return self._rows(self.seen_patches(self.patches(batch), batch))
+
+    def patches(self, batch: ModalityBatch) -> Tensor:
+        """The rows of pixels [patches, row width] that the encoder takes of a batch's items."""
         sizes = self.model.config.vision_config
-        pixels, grids = patch_rows(
+        return patch_rows(
             batch.items,
             patch=sizes.patch_size,
             temporal_patch=sizes.temporal_patch_size,
             merge=sizes.spatial_merge_size,
             **self.pixels(),
+        ).pixel_values
+
+    def seen_patches(self, rows: Tensor, batch: ModalityBatch) -> Any:
+        """What the encoder makes of rows, one for each patch of the batch's items."""
+        sizes = self.model.config.vision_config
+        grids = patch_grids(
+            batch.items, patch=sizes.patch_size, temporal_patch=sizes.temporal_patch_size
         )
-        return self._rows(self.seen(pixels, grids))
+        return self.seen(rows, grids, **derived_from(grids, self.model.model.visual, rows.device))
 
     def positions(self, microbatch: Microbatch) -> Tensor:
         positions = super().positions(microbatch)
@@ -249,10 +269,10 @@ class QwenVL(FeatureFamily):
             + (f", and beside `vision` `tokens_per_second: {rate}`." if rate else ".")
         )
 
-    def dummy_item(self, modality: str) -> Tensor:
+    def dummy_item(self, modality: str, device: torch.device) -> Tensor:
         sizes = self.model.config.vision_config
         side = sizes.patch_size * sizes.spatial_merge_size
-        return torch.zeros(1, side, side, 3, dtype=torch.uint8)
+        return torch.zeros(1, side, side, 3, dtype=torch.uint8, device=device)
 
     def _rows(self, found: Any) -> Tensor:
         return _joined(found.pooler_output)
@@ -273,19 +293,24 @@ class Qwen3VL(QwenVL):
         return torch.cat([super()._rows(found), *map(_joined, found.deepstack_features)], dim=1)
 
     def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Any]:
-        seen, deep = None, None
+        places, deep = None, None
         if (found := features.get("vision")) is not None:
-            order = found.positions.argsort()  # rows arrive by source, and are read by token
             own, *deep = torch.split(found.rows, self.decoder.config.hidden_size, dim=1)
-            deep = [rows[order] for rows in deep]
-            seen = torch.zeros_like(ids, dtype=torch.bool)
-            seen[0, found.positions] = True
-            features = {"vision": Features(rows=own, positions=found.positions)}
+            places = found.positions
+            features = {"vision": Features(rows=own, positions=places)}
         return {
             "inputs_embeds": self.embeddings(ids, features),
-            "visual_pos_masks": seen,
+            "visual_pos_masks": places,
             "deepstack_visual_embeds": deep,
         }
+
+    def hidden(self, **taken: Any) -> Tensor:
+        # The library's own adds by a mask, whose rows the host would wait for in each layer.
+        self.decoder._deepstack_process = _with_deep_rows
+        try:
+            return super().hidden(**taken)
+        finally:
+            del self.decoder._deepstack_process
 
     def logits(self, **taken: Any) -> Tensor:
         # The model's own forward takes deepstack features with pixels only.
@@ -306,9 +331,9 @@ class Tiles(FeatureFamily):
         """What the encoder takes besides pixels."""
         return ()
 
-    def dummy_item(self, modality: str) -> Tensor:
+    def dummy_item(self, modality: str, device: torch.device) -> Tensor:
         height, width = _sides(self.model.config.vision_config.image_size)
-        return torch.zeros(1, height, width, 3, dtype=torch.uint8)
+        return torch.zeros(1, height, width, 3, dtype=torch.uint8, device=device)
 
 
 class LlavaNext(Tiles):
@@ -326,11 +351,11 @@ class LlavaNext(Tiles):
         side = self.model.config.vision_config.patch_size
         return ([(side * int(rows), side * int(columns)) for _, rows, columns, _ in _grids(batch)],)
 
-    def dummy_item(self, modality: str) -> Tensor:
+    def dummy_item(self, modality: str, device: torch.device) -> Tensor:
         """The squares of a picture of one patch, for the library's choice of its canvas."""
         config, side = self.model.config, self.model.config.vision_config.image_size
         squares = image_size_to_num_patches([1, 1], config.image_grid_pinpoints, side)
-        return torch.zeros(squares, side, side, 3, dtype=torch.uint8)
+        return torch.zeros(squares, side, side, 3, dtype=torch.uint8, device=device)
 
 
 class Gemma3(Tiles):
@@ -361,27 +386,36 @@ class Qwen2Audio(FeatureFamily):
         core = self.model.model
         sizes = core.audio_tower.config
         frames = 2 * sizes.max_source_positions  # the stem has a stride of 2
-        mel, sound = log_mel_batch(
+        mel, _ = log_mel_batch(
             batch.items, n_mels=sizes.num_mel_bins, pad_to_samples=frames * HOP_SAMPLES
         )
         # The library's own arithmetic: tokens of the encoder, then of its pooling by two.
-        inner, tokens = core.audio_tower._get_feat_extract_output_lengths(sound.sum(1))
+        inner, tokens = core.audio_tower._get_feat_extract_output_lengths(sound_frames(batch.items))
+        sound = _first(inner, sizes.max_source_positions)
+        padded = not sound.all()  # asked here: on the device, the library would wait for the answer
         inside = create_bidirectional_mask(
             config=sizes,
             inputs_embeds=mel.new_empty(len(mel), sizes.max_source_positions, 1),
-            attention_mask=_first(inner, sizes.max_source_positions, mel.device),
+            attention_mask=copied_once(sound, mel.device) if padded else None,
+            allow_is_bidirectional_skip=not padded,
         )
         encoded = core.audio_tower(mel, attention_mask=inside).last_hidden_state
         rows: Tensor = core.multi_modal_projector(encoded)
-        return rows[_first(tokens, rows.shape[1], rows.device)]
+        kept = _first(tokens, rows.shape[1]).flatten().nonzero().flatten()
+        return rows.flatten(0, 1).index_select(0, copied_once(kept, rows.device))
 
-    def dummy_item(self, modality: str) -> Tensor:
-        return torch.zeros(4 * HOP_SAMPLES)
+    def dummy_item(self, modality: str, device: torch.device) -> Tensor:
+        return torch.zeros(4 * HOP_SAMPLES, device=device)
 
 
-def _first(counts: Tensor, size: int, device: torch.device) -> Tensor:
-    """bool [n, size]: the first counts[i] of row i are true."""
-    return torch.arange(size, device=device) < counts[:, None]
+def _with_deep_rows(hidden: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """Hidden states [1, tokens, width] with feature rows [n, width] added at tokens [n]."""
+    return hidden.index_add(1, places, rows[None].to(hidden.dtype))
+
+
+def _first(counts: Tensor, size: int) -> Tensor:
+    """bool [n, size], on the host as `counts` [n] are: the first counts[i] of row i are true."""
+    return torch.arange(size) < counts[:, None]
 
 
 def _grids(batch: ModalityBatch) -> list[list[int]]:

@@ -91,7 +91,7 @@ class TrainableModel(Module):
     def dummy_item(self, modality: str) -> Tensor:
         """The smallest item that this encoder takes."""
         device = next(self.parameters()).device
-        return self._family.dummy_item(modality).to(device)
+        return self._family.dummy_item(modality, device)
 
     def encoder_trains(self, modality: str) -> bool:
         """Whether any weight that makes this modality's features takes gradients."""
