@@ -7,11 +7,20 @@ each of these numbers, and in each layer for the lengths that attention splits r
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import vision_utils
-from transformers.utils.generic import get_max_seqlen, is_flash_attention_requested
 
 from trainer_client.staging import copied_once
+
+try:
+    from transformers import vision_utils
+    from transformers.utils.generic import get_max_seqlen, is_flash_attention_requested
+except ImportError as error:
+    raise ImportError(
+        f"transformers {transformers.__version__} is installed, and trainer_client.adapters."
+        "transformers takes 5.16 or later: its encoders tell what they derive from the shapes of "
+        "items. Run `pip install --upgrade transformers`."
+    ) from error
 
 
 def derived_from(grids: Tensor, visual: Any, device: torch.device) -> dict[str, Any]:
