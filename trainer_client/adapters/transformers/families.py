@@ -175,7 +175,8 @@ class TextFamily:
             f"the job gives {rows} position(s) a token, and {type(self.model).__name__} takes "
             f"{self.position_rows}. M-RoPE has three: time, height and width. Give the job's "
             "pipeline the vision processor of this model's family, and `positions: auto`; for a "
-            "model that counts tokens, `positions: sequence`."
+            "model that counts tokens, `positions: sequence`. "
+            "Of synthetic shards: SyntheticJob(mrope=MropeRule())."
         )
 
 
@@ -267,6 +268,7 @@ class QwenVL(FeatureFamily):
             f"{counts}. The job's `pipeline` needs "
             f"`vision: {{kind: {self.model.config.model_type}}}`"
             + (f", and beside `vision` `tokens_per_second: {rate}`." if rate else ".")
+            + f" Of synthetic shards: SyntheticJob(mrope=MropeRule(tokens_per_second={rate}))."
         )
 
     def dummy_item(self, modality: str, device: torch.device) -> Tensor:
