@@ -125,6 +125,19 @@ def video(samples: int, seed: int = 0) -> Workload:
     )
 
 
+def rare_clips(samples: int, seed: int = 0) -> Workload:
+    """Text as long as samples of vlm-sft; one in twenty asks about a clip of 64 frames that is
+    encoded whole, of 1,024 patches each, and that a resampler turns into 64 tokens."""
+    text = vlm_sft(samples, seed).llm_tokens
+    has_clip = np.random.default_rng((seed, 1)).random(samples) < 0.05
+    return Workload(
+        name="text with rare clips",
+        llm_tokens=text,
+        media_llm_tokens=np.where(has_clip, 64, 0),
+        encoder_tokens=np.where(has_clip, 64 * TILE_ENCODER_TOKENS, 0),
+    )
+
+
 def video_seconds(generator: np.random.Generator, samples: int) -> NDArray[np.float64]:
     """Seconds of OpenVid/InternVid-like clips, as `video` says."""
     short = generator.lognormal(np.log(4.5) - 0.6**2 / 2, 0.6, samples)

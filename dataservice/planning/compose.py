@@ -38,10 +38,12 @@ from dataservice.planning.stages.dispatch import (
     encoding_bounds,
 )
 from dataservice.planning.stages.encoders import place_items
+from dataservice.planning.stages.gather import gathered_waves
 from dataservice.planning.stages.group import (
     FEW_SAMPLES,
     LEAST_S,
     SHARE,
+    WORTH_TRYING,
     PackedStep,
     full_attention,
     group_packs,
@@ -58,7 +60,7 @@ from dataservice.planning.stages.room import (
     waves_in_room,
 )
 from dataservice.planning.stages.static_bounds import StaticBounds
-from dataservice.planning.step_bound import StepBound
+from dataservice.planning.step_bound import StepBound, busiest_parts
 from dataservice.planning.step_time import Phases, chunk_times, step_phases, time_phases
 from dataservice.planning.validate import check_packs
 
@@ -134,8 +136,29 @@ def compose_step(
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
     static = StaticBounds(lengths, packed.full_attention, topology, units, room)
+    once_s = planning_s(lengths, held)
     planned = 1
+
+    def in_time() -> bool:
+        """Whether there is time to plan once more, which then counts."""
+        nonlocal planned
+        planned += 1
+        return planned * once_s <= max(LEAST_S, SHARE * best.time.total_s)
+
+    def gathered(made: _Composed, waves: _Waves) -> _Composed:
+        """The plan, or that of the same packs in other waves if it ends sooner."""
+        if not bound.counts_waves or not made.waits_for_encoders or not in_time():
+            return made
+        found = waves.gathered(made)
+        if found is None:
+            return made
+        other = _composed(samples, units, step, made.packed, found)
+        return min(made, other, key=lambda each: each.time.total_s)
+
     done = best.time.total_s <= bound_s * NEAR  # as most small steps are
+    done = done or not _decides_all(options) or len(lengths) == 0
+    if not done:
+        best = gathered(best, own)
     for rival in () if done else _rivals(lengths, held, topology, options, whole):
         if best.time.total_s <= bound_s * NEAR:
             break
@@ -143,11 +166,8 @@ def compose_step(
         least_s = waves.least_s(static) if bound.counts_waves else ()
         if any(bound.given(waves_s) >= best.time.total_s for waves_s in least_s):
             continue
-        if rival.in_bytes and held is not None:
-            planned += 1
-            allowed_s = max(LEAST_S, SHARE * best.time.total_s)
-            if planned * planning_s(lengths, held) > allowed_s:
-                continue
+        if rival.in_bytes and held is not None and not in_time():
+            continue
         try:
             found = waves.with_room
         except NoRoomError:
@@ -155,7 +175,7 @@ def compose_step(
         for other in rival.options:
             if bound.given(found.makespan_s) < best.time.total_s:
                 packed = replace(waves.packed, options=other)
-                made = _composed(samples, units, step, packed, found)
+                made = gathered(_composed(samples, units, step, packed, found), waves)
                 best = min(best, made, key=lambda each: each.time.total_s)
     report = StageReport(
         stage="step",
@@ -184,6 +204,13 @@ class _Composed:
     encoding_s: NDArray[np.float64]
     time: StepTime
     reports: tuple[StageReport, ...]
+
+    @property
+    def waits_for_encoders(self) -> bool:
+        """Whether replicas wait for slower encoders for a part of the step that is worth trying to
+        save."""
+        waiting_s = self.encoded_s.sum() - self.items.seconds.sum() / self.grouped.replicas
+        return bool(waiting_s > (WORTH_TRYING - 1.0) * self.time.total_s)
 
     def plan(self, more: tuple[StageReport, ...]) -> StepPlan:
         """The whole plan, with the reports of its stages and then these."""
@@ -233,15 +260,35 @@ class _Waves:
     @cached_property
     def with_room(self) -> ContextWaves:
         """Waves that have room for their items. Raises NoRoomError."""
+        return self._in_room(self.formed)
+
+    def gathered(self, made: _Composed) -> ContextWaves | None:
+        """The waves of a plan `made` of these packs, heavy items in few of them; None where that
+        promises little or has no room."""
+        topology = self._given.topology
+        waves = gathered_waves(
+            made.found.waves,
+            made.items,
+            replicas=topology.replicas,
+            ranks_per_node=topology.replicas_per_node or topology.replicas,
+            parts=busiest_parts(topology, made.found.makespan_s, made.encoded_s),
+        )
+        try:
+            return None if waves is None else self._in_room(replace(made.found, waves=waves))
+        except NoRoomError:
+            return None
+
+    def _in_room(self, found: ContextWaves) -> ContextWaves:
         lengths, units, _, _, room = self._given
         if room is None:
-            return self.formed
+            return found
 
         def group(some: LengthTable, fewer: PlanOptions) -> tuple[ContextPlan, ...]:
             return group_packs(self._packed(some, fewer)).waves
 
-        waves = waves_in_room(lengths, units, self.packed, self.formed.waves, room, group)
-        return replace(self.formed, waves=waves)
+        return replace(
+            found, waves=waves_in_room(lengths, units, self.packed, found.waves, room, group)
+        )
 
     def least_s(self, static: StaticBounds) -> Iterator[float]:
         """What static waves take at least, what is quick to tell first; nothing is told of others.
@@ -329,6 +376,11 @@ class _Variant:
     in_bytes: bool = False
 
 
+def _decides_all(options: PlanOptions) -> bool:
+    """Whether strategy `full` decides about every stage."""
+    return options.strategy == "full" and options.stages == STRATEGIES["full"]
+
+
 def _rivals(
     lengths: LengthTable,
     held: AllBytes | None,
@@ -336,11 +388,9 @@ def _rivals(
     options: PlanOptions,
     whole: PlanOptions,
 ) -> Iterator[_Variant]:
-    """What strategy `full` compares its own plan with, where it decides about every stage. `whole`:
-    the options with all the tokens that memory holds."""
+    """What strategy `full` compares its own plan with. `whole`: the options with all the tokens
+    that memory holds."""
     stages = STRATEGIES["full"]
-    if options.strategy != "full" or options.stages != stages or len(lengths) == 0:
-        return
     if options.memory_tokens < whole.memory_tokens:
         least = least_for(lengths, topology, options)
         if len(lengths) <= FEW_SAMPLES:  # else many leave their waves, and are grouped six times

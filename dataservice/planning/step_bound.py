@@ -177,6 +177,26 @@ def _parts_of_stages(topology: Topology) -> _Parts:
     return _Parts(of_stage(shares), tuple(map(of_stage, topology.encoder_shares)), ahead)
 
 
+class StageParts(NamedTuple):
+    """The parts that a stage takes of the seconds of the decoder, and of encoders float64[M]."""
+
+    decoder: float
+    encoders: NDArray[np.float64]
+
+
+def busiest_parts(
+    topology: Topology, decoder_s: float, encoders_s: NDArray[np.float64]
+) -> StageParts:
+    """The parts of the stage that has most to do, of the decoder's seconds and of the encoders'
+    float64[M]."""
+    parts = _parts_of_stages(topology)
+    encoders = np.array(parts.encoders)  # [M, S]
+    if topology.encoder_stage == "spread":
+        encoders = np.full_like(encoders, 1.0 / topology.pipeline_stages)
+    stage = int(np.argmax(decoder_s * parts.decoder + encoders_s @ encoders))
+    return StageParts(float(parts.decoder[stage]), encoders[:, stage])
+
+
 def _busiest_stage(
     decoder_s: float,
     encoders_s: list[float],

@@ -19,7 +19,7 @@ from benchmarks.planning.adversarial import COSTS, SLOW_RING
 from dataservice.core.cost import ContextCost
 from dataservice.core.memory import MemoryModel
 from dataservice.core.plan_options import CostModel, PlanOptions
-from dataservice.core.topology import Topology
+from dataservice.core.topology import Meet, Topology
 from dataservice.planning.compose import compose_step
 from dataservice.planning.context.groups import plan_context_groups, plan_context_waves
 from dataservice.planning.context.many import find_many_waves
@@ -50,6 +50,7 @@ def step(
     stages: int = 1,
     virtual_stages: int = 1,
     cost: ContextCost = COST,
+    meet: Meet = "wave",
     **options: Any,
 ) -> Seconds:
     """A whole step: what it is predicted to take, and what every stage of it says."""
@@ -62,6 +63,7 @@ def step(
             pipeline_stages=stages,
             virtual_stages=virtual_stages,
             replicas_per_node=8,
+            replicas_meet=meet,
         ),
         options=PlanOptions(memory_tokens=memory_tokens, cost=CostModel(llm=cost), **options),
     )
@@ -133,7 +135,14 @@ CASES: dict[str, Callable[[], Seconds]] = {
         workloads.video(336), replicas=8, stages=4, memory_tokens=16_384, cost=SLOW_RING
     ),
     "image-text, 8 replicas meet at the end": lambda: step(
-        workloads.vlm_sft(216, 8), replicas=8, memory_tokens=4096, cost=SLOW_RING
+        workloads.vlm_sft(216, 8), replicas=8, memory_tokens=4096, cost=SLOW_RING, meet="step"
+    ),
+    "text with rare clips": lambda: step(workloads.rare_clips(1024), memory_tokens=4096),
+    "text with rare clips, 4 stages": lambda: step(
+        workloads.rare_clips(512), replicas=16, stages=4, memory_tokens=2048
+    ),
+    "text with rare clips, replicas meet at the end": lambda: step(
+        workloads.rare_clips(512), replicas=16, memory_tokens=2048, meet="step"
     ),
     "speech": lambda: step(
         workloads.speech(416, 7), replicas=32, memory_tokens=4096, cost=SLOW_RING

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import workloads
 from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan import StepPlan
@@ -234,3 +235,30 @@ def test_what_a_batch_of_items_takes_by_itself_counts_once_a_wave():
     assert waves > 1
     assert after.predicted_s - before.predicted_s == pytest.approx(0.5 * waves)
     assert before.cost_version != after.cost_version
+
+
+def test_heavy_items_share_waves_however_their_samples_were_drawn():
+    """One in eight samples has an image that takes eight times as long as its text."""
+    generator = np.random.default_rng(0)
+    text = generator.integers(850, 1000, 512)
+    has_image = np.arange(512) < 64
+    workload = workloads.Workload(
+        name="few images",
+        llm_tokens=text,
+        media_llm_tokens=np.where(has_image, 20, 0),
+        encoder_tokens=np.where(has_image, generator.integers(6000, 8000, 512), 0),
+    )
+    cost = CostModel(
+        llm=ContextCost(attention_s_per_token2=0.0, linear_s_per_token=1e-4),
+        vision=PhaseCost(linear_s_per_token=1e-4),
+    )
+    shuffled = generator.permutation(512)
+    columns = {
+        name: getattr(workload, name)[shuffled]
+        for name in ("llm_tokens", "media_llm_tokens", "encoder_tokens")
+    }
+    for drawn in (workload, replace(workload, **columns)):
+        made = plan(workloads.step_samples(drawn), 64, None, memory_tokens=1000, cost=cost)
+        validate_plan(made, memory_tokens=1000, sample_count=512)
+        assert np.unique(made.pack_wave[encoder_items(made, cost).pack]).size == 1
+        assert made.stages[-1].gap < 0.02

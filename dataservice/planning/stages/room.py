@@ -27,6 +27,7 @@ from dataservice.planning.stages.group import PackedStep, full_attention
 _LEVEL, _LARGE_PIECES = 0.96, 0.8
 # Seconds of one core that planning a sample and a piece takes about.
 _SAMPLE_S, _PIECE_S = 1.5e-6, 2e-7
+_ALONE_S = 3e-7  # of a sample, where encoders have memory of their own
 _NEAR = 0.999
 
 
@@ -45,8 +46,11 @@ def beside_encoders(
     return replace(options, memory_tokens=min(tokens, options.memory_tokens))
 
 
-def planning_s(lengths: LengthTable, held: AllBytes) -> float:
-    """About what planning these samples once takes where encoders share the memory, in seconds."""
+def planning_s(lengths: LengthTable, held: AllBytes | None) -> float:
+    """About what planning these samples once takes, in seconds; more where encoders share the
+    memory."""
+    if held is None:
+        return _ALONE_S * len(lengths)
     return _SAMPLE_S * len(lengths) + _PIECE_S * held.pieces
 
 
