@@ -30,6 +30,7 @@ from dataservice.planning.encoder_memory.waves import NoRoomError
 from dataservice.planning.invariants import check_permutation
 from dataservice.planning.loads.partition import partition
 from dataservice.planning.stages.assign import assign_packs
+from dataservice.planning.stages.at_home import keep_near, seconds_at_home
 from dataservice.planning.stages.dispatch import (
     EncoderItems,
     dispatch_reports,
@@ -145,20 +146,22 @@ def compose_step(
         planned += 1
         return planned * once_s <= max(LEAST_S, SHARE * best.time.total_s)
 
-    def gathered(made: _Composed, waves: _Waves) -> _Composed:
-        """The plan, or that of the same packs in other waves if it ends sooner."""
-        if not bound.counts_waves or not made.waits_for_encoders or not in_time():
+    def improved(made: _Composed, waves: _Waves) -> _Composed:
+        """The plan, or one of the same packs if it ends sooner: with heavy items in few waves or,
+        where replicas meet once a step, at home."""
+        once = not bound.counts_waves
+        if not (made.balances_items if once else made.waits_for_encoders) or not in_time():
             return made
-        found = waves.gathered(made)
+        found = made.found if once else waves.gathered(made)
         if found is None:
             return made
-        other = _composed(samples, units, step, made.packed, found)
+        other = _composed(samples, units, step, made.packed, found, at_home=once)
         return min(made, other, key=lambda each: each.time.total_s)
 
     done = best.time.total_s <= bound_s * NEAR  # as most small steps are
     done = done or not _decides_all(options) or len(lengths) == 0
     if not done:
-        best = gathered(best, own)
+        best = improved(best, own)
     for rival in () if done else _rivals(lengths, held, topology, options, whole):
         if best.time.total_s <= bound_s * NEAR:
             break
@@ -175,7 +178,7 @@ def compose_step(
         for other in rival.options:
             if bound.given(found.makespan_s) < best.time.total_s:
                 packed = replace(waves.packed, options=other)
-                made = gathered(_composed(samples, units, step, packed, found), waves)
+                made = improved(_composed(samples, units, step, packed, found), waves)
                 best = min(best, made, key=lambda each: each.time.total_s)
     report = StageReport(
         stage="step",
@@ -209,8 +212,14 @@ class _Composed:
     def waits_for_encoders(self) -> bool:
         """Whether replicas wait for slower encoders for a part of the step that is worth trying to
         save."""
-        waiting_s = self.encoded_s.sum() - self.items.seconds.sum() / self.grouped.replicas
-        return bool(waiting_s > (WORTH_TRYING - 1.0) * self.time.total_s)
+        waiting_s = self.encoded_s - self.items.mean_s(self.grouped.replicas)
+        return bool(waiting_s.sum() > (WORTH_TRYING - 1.0) * self.time.total_s)
+
+    @property
+    def balances_items(self) -> bool:
+        """Whether packs and items may be on any replica, and there are items."""
+        stages = self.options.stages
+        return stages.assign == stages.dispatch == "balanced" and len(self.items.home) > 0
 
     def plan(self, more: tuple[StageReport, ...]) -> StepPlan:
         """The whole plan, with the reports of its stages and then these."""
@@ -326,18 +335,33 @@ def _composed(
     step: int,
     packed: PackedStep,
     found: ContextWaves,
+    *,
+    at_home: bool = False,
 ) -> _Composed:
     """The plan of these groups, each later stage by its algorithm; `units` int32[m] of the items,
-    None where they are whole."""
+    None where they are whole. `at_home`: packs and items are balanced over the whole step, and most
+    items stay with their text."""
     lengths, options, topology = samples.lengths, packed.options, packed.topology
     stages, replicas = options.stages, topology.replicas
-    waves, seated = assign_packs(found.waves, replicas=replicas, algorithm=stages.assign)
+    seconds = near = None
+    if at_home:
+        loose = replace(
+            _grouped_plan(samples, found.waves, step, replicas, options), item_units=units
+        )
+        items = encoder_items(loose, options.cost)
+        parts = busiest_parts(topology, found.makespan_s, items.mean_s(replicas))
+        seconds = seconds_at_home(found.waves, items, parts)
+    waves, seated = assign_packs(
+        found.waves, replicas=replicas, algorithm=stages.assign, seconds=seconds
+    )
     grouped = replace(_grouped_plan(samples, waves, step, replicas, options), item_units=units)
     held_tokens = options.over(topology).memory_tokens
     check_packs(grouped, memory_tokens=held_tokens, sample_count=len(lengths))
     items = encoder_items(grouped, options.cost)
     encoding_s = encoding_bounds(items, replicas)
-    grouped, pieces = place_items(grouped, items, encoding_s, topology, options)
+    if at_home:
+        near = keep_near(grouped, items, parts)
+    grouped, pieces = place_items(grouped, items, encoding_s, topology, options, near=near)
     phases = step_phases(grouped, pieces, options.cost, topology)
     order, ordered = order_waves(
         chunk_times(phases, topology),

@@ -299,9 +299,9 @@ def test_baselines_of_many_samples_are_refused_by_what_their_packs_take(monkeypa
     """Where planning each would take longer than the step allows, and seeing its packs does not."""
     planned, seen = [], []
 
-    def place_items(grouped, items, bound_s, topology, options, place=compose_module.place_items):
-        planned.append(options.strategy)
-        return place(grouped, items, bound_s, topology, options)
+    def place_items(*given, near=None, place=compose_module.place_items):
+        planned.append(given[-1].strategy)
+        return place(*given, near=near)
 
     def of_any(self, degree, options, found=StaticBounds.of_any):
         seen.append(options.strategy)

@@ -3,10 +3,11 @@
 Within a wave all groups of degree 1 may trade places at no cost. Wave by wave, the heaviest
 pack goes to the replica that has done least so far (LPT over waves, MMScale Alg. 2 with its
 sort mended); with replicas that synchronise only at the end of a step this is what they
-wait for, and where they meet in every wave it costs nothing.
+wait for, and where they meet in every wave it costs nothing. What replicas do is what decoders take
+or, where items stay with their text, all that a pack takes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,19 +21,23 @@ from dataservice.planning.loads.greedy import sort_rising
 
 # The waves with their ranks assigned, and a report where there was anything to do.
 Assigned = tuple[tuple[ContextPlan, ...], StageReport | None]
+# Of each wave, what its packs take their replicas, float64[packs]; None where it is `time_s`.
+Seconds = Sequence[NDArray[np.float64]] | None
 
 
-def assign_packs(waves: tuple[ContextPlan, ...], *, replicas: int, algorithm: Assign) -> Assigned:
+def assign_packs(
+    waves: tuple[ContextPlan, ...], *, replicas: int, algorithm: Assign, seconds: Seconds = None
+) -> Assigned:
     """The replicas of every pack, by the named algorithm. Raises PlanningError on others."""
-    return algorithm_named(ASSIGNMENTS, algorithm, "plan.assign")(waves, replicas)
+    return algorithm_named(ASSIGNMENTS, algorithm, "plan.assign")(waves, replicas, seconds)
 
 
-def _as_packed(waves: tuple[ContextPlan, ...], replicas: int) -> Assigned:
+def _as_packed(waves: tuple[ContextPlan, ...], replicas: int, seconds: Seconds) -> Assigned:
     return waves, None
 
 
 def seat_packs(
-    waves: tuple[ContextPlan, ...], replicas: int
+    waves: tuple[ContextPlan, ...], replicas: int, seconds: Seconds = None
 ) -> tuple[tuple[ContextPlan, ...], StageReport]:
     """The same waves with their degree-1 groups re-seated, and the largest sum of any replica
     before and after. Wider groups keep their replicas, and so their nodes. O(P log P)."""
@@ -40,10 +45,10 @@ def seat_packs(
     after = np.zeros(replicas)
     seated = []
     total = 0.0
-    for wave in waves:
-        total += _add_times(wave.time_s, wave.ranks, wave.rank_offsets, before)
-        ranks = _seat(wave.time_s, wave.ranks, wave.rank_offsets, after)
-        _add_times(wave.time_s, ranks, wave.rank_offsets, after)
+    for wave, time_s in zip(waves, seconds or [wave.time_s for wave in waves], strict=True):
+        total += _add_times(time_s, wave.ranks, wave.rank_offsets, before)
+        ranks = _seat(time_s, wave.ranks, wave.rank_offsets, after)
+        _add_times(time_s, ranks, wave.rank_offsets, after)
         seated.append(replace(wave, ranks=ranks))
     report = StageReport(
         stage="assign",
@@ -56,7 +61,7 @@ def seat_packs(
     return tuple(seated), report
 
 
-ASSIGNMENTS: dict[Assign, Callable[[tuple[ContextPlan, ...], int], Assigned]] = {
+ASSIGNMENTS: dict[Assign, Callable[[tuple[ContextPlan, ...], int, Seconds], Assigned]] = {
     "balanced": seat_packs,
     "as_packed": _as_packed,
 }

@@ -46,6 +46,10 @@ class EncoderLoads:
     seconds: NDArray[np.float64]
     batch_s: NDArray[np.float64]
 
+    def mean_s(self, replicas: int) -> NDArray[np.float64]:
+        """What a replica encodes of each modality in the mean: float64[modalities]."""
+        return np.bincount(self.phase % MODALITIES, self.seconds, MODALITIES) / replicas
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderItems(EncoderLoads):

@@ -50,24 +50,27 @@ def place_items(
     bound_s: NDArray[np.float64],
     topology: Topology,
     options: PlanOptions,
+    *,
+    near: NDArray[np.int32] | None = None,
 ) -> tuple[StepPlan, EncoderLoads]:
     """The plan with each of its `items` on the replica that encodes it, and what it then encodes:
     pieces of the long ones in each wave that ends sooner by it. Where memory counts encoders, every
     replica has room for what it is given. Baselines leave items whole where there is room, as
-    trainers do. `bound_s` float64[phases] are the items' `encoding_bounds`."""
+    trainers do. `bound_s` float64[phases] are the items' `encoding_bounds`; `near` int32[m], where
+    it is given, has a replica for each item, which stays whole where there is room."""
     room = EncoderRoom.of(options.memory, topology)
     pieces, unit_bytes = np.ones(items.units.size, np.int64), None
     if room is not None:
         unit_bytes = room.unit_bytes(grouped.item_modality, items.encoder_tokens, items.units)
         pieces = room.pieces(unit_bytes, items.units)
     sliced = None
-    if options.stages.dispatch != "home":
+    if options.stages.dispatch != "home" and near is None:
         rooms = None if room is None else room.rooms(grouped)
         sliced = _sliced(grouped, items, pieces, bound_s, unit_bytes, rooms, topology, options)
     for _ in range(_TRIES):
         stays = np.ones(pieces.size, np.bool_) if sliced is None else ~sliced.taken[items.phase]
         cut, rows = _in_pieces(grouped, items, stays, pieces, options)
-        replica = _dispatched(rows, bound_s, topology, options)
+        replica = _dispatched(rows, bound_s, topology, options) if near is None else near[cut.row]
         if sliced is not None:
             sliced = sliced.decided(rows, replica, grouped.replicas)
             cut, replica = sliced.beside(cut, rows, replica, items)

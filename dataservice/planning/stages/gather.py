@@ -72,7 +72,7 @@ class _Packs(NamedTuple):
         cross nodes or do not: so they take as long as before."""
         time_s = joined([wave.time_s for wave in waves], np.float64)
         modality = items.phase % MODALITIES
-        mean_s = np.bincount(modality, items.seconds, MODALITIES) / (replicas * len(waves))
+        mean_s = items.mean_s(replicas) / len(waves)
         heavy = np.flatnonzero(items.unit_seconds > mean_s[modality])
         heavy_s = np.zeros(len(time_s))
         np.add.at(heavy_s, items.pack[heavy], items.seconds[heavy])
