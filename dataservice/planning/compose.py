@@ -177,6 +177,7 @@ def compose_step(
             continue  # at one degree for all, items may have room nowhere
         for other in rival.options:
             if bound.given(found.makespan_s) < best.time.total_s:
+                planned += not rival.in_bytes  # those are counted
                 packed = replace(waves.packed, options=other)
                 made = improved(_composed(samples, units, step, packed, found), waves)
                 best = min(best, made, key=lambda each: each.time.total_s)
