@@ -135,7 +135,8 @@ def telling_copies(listener: Callable[[CopyTimes], None]) -> Iterator[None]:
 class StagedMicrobatches(Sequence[Microbatch]):
     """A step's microbatches, each copied to the device while the one before it computes.
 
-    Taking one up starts the copies of the next. One that nobody holds any more is gone from the
+    Taking one up starts the copies of the next, in the order of the step or of `take_in_order`. One
+    that nobody holds any more is gone from the
     device, and is copied again if it is asked for again. For one thread at a time.
     """
 
@@ -144,7 +145,13 @@ class StagedMicrobatches(Sequence[Microbatch]):
         self._queue = queue
         self._ahead: dict[int, Sent] = {}
         self._taken: WeakValueDictionary[int, Microbatch] = WeakValueDictionary()
-        self._start(0)
+        self._order: Sequence[int] = range(len(on_host))
+        for first in self._order[:1]:
+            self._start(first)
+
+    def take_in_order(self, places: Sequence[int]) -> None:
+        """All places, in the order in which they will be taken up first."""
+        self._order = places
 
     def __len__(self) -> int:
         return len(self._on_host)
@@ -165,12 +172,15 @@ class StagedMicrobatches(Sequence[Microbatch]):
             if (listener := _listener.get()) is not None:
                 listener(sent.times)
             self._taken[place] = taken
-        self._ahead = {k: sent for k, sent in self._ahead.items() if k == place + 1}
-        self._start(place + 1)
+        turn = self._order.index(place)
+        later = self._order[turn + 1 :]
+        self._ahead = {k: sent for k, sent in self._ahead.items() if k in later}
+        for following in later[:1]:
+            self._start(following)
         return taken
 
     def _start(self, place: int) -> None:
-        if place < len(self) and place not in self._ahead and place not in self._taken:
+        if place not in self._ahead and place not in self._taken:
             self._ahead[place] = self._queue.start(self._on_host[place])
 
 

@@ -32,7 +32,7 @@ def normalize_pixels(
             f"{len(std)} deviations; give uint8 [..., channels] and one of each per channel."
         )
     work = torch.float64 if dtype == torch.float64 else torch.float32
-    shift, scale = (scaled_there(tuple(x), work, pixels.device) for x in (mean, std))
+    shift, scale = (scaled_there(tuple(map(float, x)), work, pixels.device) for x in (mean, std))
     return pixels.to(work).sub_(shift).div_(scale).to(dtype)
 
 

@@ -454,17 +454,19 @@ class Dispatcher:
         worker gets its share in one order."""
         shares: dict[str, tuple[WorkerInfo, list[int]]] = {}
         work = step.placements.work
-        for pack in self._may_be_due(step, now_s, silent=silent):
-            if not (silent or self._hedges.left):
-                break
-            worker = self._hedged_at(step, pack, now_s)
-            if worker is not None:
-                self._balancer.add(worker.worker, int(work[pack]))  # the next one sees it
-                shares.setdefault(worker.worker, (worker, []))[1].append(pack)
+        try:
+            for pack in self._may_be_due(step, now_s, silent=silent):
+                if not (silent or self._hedges.left):
+                    break
+                worker = self._hedged_at(step, pack, now_s)
+                if worker is not None:
+                    self._balancer.add(worker.worker, int(work[pack]))  # the next one sees it
+                    shares.setdefault(worker.worker, (worker, []))[1].append(pack)
+        finally:  # what is ordered is counted then
+            for worker, packs in shares.values():
+                self._balancer.add(worker.worker, -int(work[packs].sum()))
         for worker, packs in shares.values():
-            own = np.array(packs, np.int64)
-            self._balancer.add(worker.worker, -int(work[own].sum()))  # what is ordered is counted
-            self._orders.make_all(step, own, worker, hedge=True)
+            self._orders.make_all(step, np.array(packs, np.int64), worker, hedge=True)
 
     def _may_be_due(self, step: DispatchedStep, now_s: float, *, silent: bool) -> list[int]:
         """The packs of which a copy may be overdue or at a silent worker: looked at one by one,

@@ -9,10 +9,12 @@ part is the one that a single process would have made. A single process divides 
 read lines twice. It goes on behind the pieces that several have left, though.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence, Set
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
 from threading import Thread
+from typing import TypeVar
 
 from dataservice.core.errors import SourceError
 from dataservice.sources.file_indexer import (
@@ -44,6 +47,14 @@ from dataservice.sources.storage import SourceFile
 
 # Below this size, starting processes costs more than it saves: each loads its own tokenizer.
 SMALLEST_POOLED_BYTES = 32 * 2**20
+_INTERRUPTED = (
+    "interrupted: the files and pieces that are under way are finished first, so that the next run "
+    "takes them up, and what is finished is kept. Interrupt again to give them up"
+)
+
+Found = TypeVar("Found")
+
+log = logging.getLogger(__name__)
 
 
 def index_files(
@@ -140,19 +151,29 @@ class _Processes:
         return self.counter.rows.value, self.counter.size_bytes.value
 
     def index(self, files: Sequence[SourceFile]) -> "Future[Sequence[Result]]":
-        return self.executor.submit(_index_in_process, files)
+        return self._submit(_index_in_process, files)
 
     def count(self, file: SourceFile, piece: FilePiece) -> "Future[int | LeftOutFile]":
-        return self.executor.submit(_count_in_process, file, piece)
+        return self._submit(_count_in_process, file, piece)
 
     def index_piece(self, file: SourceFile, piece: FilePiece) -> "Future[Result]":
-        return self.executor.submit(_index_piece_in_process, file, piece)
+        return self._submit(_index_piece_in_process, file, piece)
 
     def join(self, file: SourceFile, pieces: Mapping[FilePiece, PartRecord]) -> "Future[Result]":
-        return self.executor.submit(_join_in_process, self.task, file, pieces)
+        return self._submit(_join_in_process, self.task, file, pieces)
+
+    def _submit(self, work: "Callable[..., Found]", *of: object) -> "Future[Found]":
+        # A process may be started by it, and has SIGINT blocked until it says that it ignores it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return self.executor.submit(work, *of)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def close(self) -> None:
         self.closing.value = 1  # to calls that processes have been given already
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            log.warning(_INTERRUPTED)
         try:
             self.executor.shutdown(wait=True, cancel_futures=True)
         except KeyboardInterrupt:  # once more: what is under way is given up
@@ -169,6 +190,7 @@ def _start_process(task: IndexTask, counter: Counter, closing: "Synchronized[int
     global _indexer, _closing
     # A terminal interrupts the whole group of processes; what one has begun is finished and kept.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     _closing = closing
     Thread(target=_end_with_parent, daemon=True).start()
     folder = IndexFolder(task.out_dir, task.spec.name)

@@ -89,7 +89,7 @@ _MANY_SKIPPED = 10_000
 _SHORT_REASON = 100
 _COUNT_EVERY_ROWS = 64
 _PLAIN_RECORD_BYTES = 2**20  # larger ones are compressed
-_MOST_RECORD_BYTES = 2**31
+_MOST_RECORD_BYTES = 2**29  # of three million samples that were left out
 _COMPRESSED = b"zlib:"
 
 
@@ -246,7 +246,9 @@ def read_record(stream: IO[bytes]) -> PartRecord | None:
             metadata = part.metadata.metadata or {}
             record = PartRecord.from_json(_record_text(metadata[_RECORD_KEY]))
             return record if record.rows == part.metadata.num_rows else None
-    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (
+        pa.ArrowException, OSError, ValueError, TypeError, KeyError, RecursionError, MemoryError
+    ):  # fmt: skip
         return None
 
 

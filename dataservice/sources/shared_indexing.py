@@ -5,7 +5,6 @@ that was begun is over; pieces that are whole stay in the folder until their fil
 next run takes them up, however that divides the file.
 """
 
-import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +20,6 @@ from dataservice.sources.formats.protocol import FilePiece
 from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.manifest import LeftOutFile, PartRecord, Recipe
 from dataservice.sources.storage import SourceFile
-
-log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, int], None]  # rows done, bytes done, bytes in all
 
@@ -273,12 +270,6 @@ def index_shared(
         while (results := pool.finished()) is not None:
             yield from results
             report(*indexers.done, total_bytes)
-    except KeyboardInterrupt:
-        log.warning(
-            "interrupted: the files and pieces that are under way are finished first, so that the "
-            "next run takes them up, and what is finished is kept. Interrupt again to give them up"
-        )
-        raise
     finally:
         indexers.close()
 

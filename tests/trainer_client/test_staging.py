@@ -163,6 +163,15 @@ def test_each_microbatch_is_copied_while_the_one_before_it_computes():
     assert queue.copies == 3
 
 
+def test_microbatches_that_are_taken_up_in_another_order_are_copied_once_each():
+    _, shard, queue = staged()
+    shard.microbatches.take_in_order([2, 0, 1])
+    held = [shard.microbatches[place] for place in (2, 0, 1)]
+    assert [microbatch.wave for microbatch in held] == [2, 0, 1]
+    assert queue.log == ["start 0", "start 2", "take 2", "take 0", "start 1", "take 1"]
+    assert queue.copies == 3
+
+
 def test_values_and_types_are_those_of_the_host():
     before, after, _ = staged()
     moved = []

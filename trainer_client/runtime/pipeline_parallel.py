@@ -160,6 +160,11 @@ def _reductions_of(
             f"`gradients` has {len(given)} reductions, which divide by {divisors}, for "
             f"{len(chunks)} chunks; give one for each chunk, all of one kind"
         )
+    if alone and given[0].averaged_over != 1:
+        raise LayoutError(
+            f"`gradients` divide by {given[0].averaged_over}, and encoders that run by themselves "
+            "are added up: give reductions that add, or leave out `encoders`"
+        )
     return [*given, *(SumReduction(module, groups.everyone) for module in alone)]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.nn.functional import pad
 
+from trainer_client.device import StagedMicrobatches
 from trainer_client.runtime.bubble_schedule import (
     AnyAction,
     BubbleSchedule,
@@ -108,6 +109,9 @@ class PipelineStage:
     ) -> None:
         self._shard = shard
         self._under_way: dict[int, Microbatch] = {}  # from their first action here to their last
+        if isinstance(shard.microbatches, StagedMicrobatches):
+            numbers = (action.microbatch for action in schedule.actions[mesh.stage])
+            shard.microbatches.take_in_order(list(dict.fromkeys(numbers)))
         self._mesh = mesh
         self._encoding: EncoderRuns | None = None
         self._order: Sequence[AnyAction] = schedule.actions[mesh.stage]

@@ -308,11 +308,9 @@ class Qwen3VL(QwenVL):
 
     def hidden(self, **taken: Any) -> Tensor:
         # The library's own adds by a mask, whose rows the host would wait for in each layer.
+        # It stays: layers that are computed again in the backward pass ask for it there.
         self.decoder._deepstack_process = _with_deep_rows
-        try:
-            return super().hidden(**taken)
-        finally:
-            del self.decoder._deepstack_process
+        return super().hidden(**taken)
 
     def logits(self, **taken: Any) -> Tensor:
         # The model's own forward takes deepstack features with pixels only.
@@ -411,8 +409,12 @@ class Qwen2Audio(FeatureFamily):
 
 
 def _with_deep_rows(hidden: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """Hidden states [1, tokens, width] with feature rows [n, width] added at tokens [n]."""
-    return hidden.index_add(1, places, rows[None].to(hidden.dtype))
+    """Hidden states [batch, tokens, width] with feature rows [n, width] added: of one sequence at
+    tokens [n], or where a mask [batch, tokens] says, as the library gives it."""
+    rows = rows.to(hidden)
+    if places.dtype == torch.bool:
+        return hidden.index_put(places.nonzero(as_tuple=True), rows, accumulate=True)
+    return hidden.index_add(1, places, rows[None])
 
 
 def _first(counts: Tensor, size: int) -> Tensor:
