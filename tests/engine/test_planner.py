@@ -31,8 +31,8 @@ def test_every_strategy_keeps_every_invariant_in_every_step(strategy, ranks):
 
 
 def test_a_broken_plan_of_any_step_stops_at_the_planner(monkeypatch):
-    def lose_a_sample(waves, replicas):
-        seated, report = assign.seat_packs(waves, replicas)
+    def lose_a_sample(waves, replicas, seconds):
+        seated, report = assign.seat_packs(waves, replicas, seconds)
         samples = seated[0].samples.copy()
         samples[0] = samples[-1]
         return (replace(seated[0], samples=samples), *seated[1:]), report
@@ -93,7 +93,7 @@ def test_the_full_plan_is_predicted_no_slower_than_any_baseline():
 
 def test_a_sample_longer_than_all_replicas_together_is_named_before_training():
     setup = make_setup()
-    with pytest.raises(PlanningError, match=r"sample [ab]/\d+ has \d+ tokens; 1 replicas"):
+    with pytest.raises(PlanningError, match=r"sample [ab]/\d+ has \d+ tokens; 1 of 1 replicas"):
         check_fits(setup, Topology(world_size=1))
     check_fits(setup, Topology(world_size=4))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo import config as compiler_config
 from torch._dynamo.utils import counters
 
 from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR, one_at_a_time
@@ -75,7 +76,7 @@ def test_layers_that_saw_packs_with_images_and_without_compile_for_no_step_again
     seen = [place for place, sample in enumerate(samples) if sample.items]
     text = [place for place, sample in enumerate(samples) if not sample.items]
     model = with_compiled_layers(family)
-    with torch._dynamo.config.patch(recompile_limit=16), GroupPool() as pool:
+    with compiler_config.patch(recompile_limit=16), GroupPool() as pool:
         usual = shard_in(samples, [seen, text])
         run_step(model, usual, pool)
         evaluate_step(model, usual, pool)
