@@ -1,6 +1,7 @@
 """A job of made-up lengths over a real index: the columns of the catalog are those of an index on
 disk, its files are of no bytes."""
 
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ from dataservice.core.plan_options import PlanOptions
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.sample_files import SampleFiles
 from dataservice.sources.catalog import CatalogParts, IndexedCatalog, IndexIdentity
+from dataservice.sources.catalog_handover import RowFiles
 from dataservice.sources.detail_file import DetailFile, DetailWriter
-from dataservice.sources.index_part import SCHEMA
+from dataservice.sources.index_part import ROWS_PER_GROUP, SCHEMA
+from dataservice.sources.length_records import LengthRecords
+from dataservice.sources.lengths_file import Lengths, LengthsFile
 from dataservice.sources.mixture import Mixture
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.rows_digest import LOSS_WEIGHT
@@ -130,3 +134,23 @@ def _listed(offsets: Any, values: NDArray[Any]) -> Any:
 def _fours(rows: NDArray[Any]) -> Any:
     offsets = pa.array(np.arange(len(rows) + 1, dtype=np.int32) * 4)
     return _lists(offsets, pa.array(rows.astype(np.int32).ravel()))
+
+
+def hand_over(catalog: IndexedCatalog, folder: str | None = None) -> RowFiles:
+    """The files of a catalog's rows, as the process that reads an index hands them over: of the
+    lengths in `folder`, see `unnamed_file`, which the caller closes; of the details, which the
+    catalog keeps. Raises OSError when the file cannot be written."""
+    details = catalog.parts.details
+    assert isinstance(details, DetailFile), "they have all been read"
+    lengths = write_lengths(catalog.parts.lengths, folder)
+    return RowFiles(lengths=lengths, details=details.descriptor)
+
+
+def write_lengths(lengths: Lengths, folder: str | None = None) -> int:
+    """A descriptor, which the caller closes, of a file of these lengths in `folder`. Raises OSError
+    when it cannot be written."""
+    with closing(LengthsFile(len(lengths), folder)) as file:
+        for first in range(0, len(lengths), ROWS_PER_GROUP):
+            rows = np.arange(first, min(first + ROWS_PER_GROUP, len(lengths)))
+            file.write(LengthRecords.of(lengths.take(rows)))
+        return file.finish()

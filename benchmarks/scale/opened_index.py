@@ -18,12 +18,11 @@ from rich.console import Console
 
 from benchmarks.harness import Row
 from benchmarks.report import print_rows
-from benchmarks.scale.made_job import SOURCE, made_catalog
+from benchmarks.scale.made_job import SOURCE, hand_over, made_catalog
 from dataservice.core.job import BatchSize
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.sources.catalog_handover import (
     RowFiles,
-    hand_over,
     hand_over_head,
     take_over,
     take_over_head,

@@ -52,7 +52,6 @@ from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, hold
 from dataservice.sources.catalog import CatalogHead, IndexedCatalog, IndexIdentity
 from dataservice.sources.catalog_handover import (
     RowFiles,
-    hand_over,
     hand_over_head,
     take_over,
     take_over_head,
@@ -162,10 +161,9 @@ class OpenerProgram:
         if len(found.rows) > self.opening.late_index_samples:
             yield Answer(kind=Kind.MEMORY, descriptor=found.rows.lengths(folder))
         else:
-            catalog = found.read(folder)
-            files = hand_over(catalog, folder)
-            yield Answer(kind=Kind.MEMORY, descriptor=files.lengths)
-            yield Answer(kind=Kind.MEMORY, descriptor=files.details)
+            lengths, details = found.rows.read(folder)
+            yield Answer(kind=Kind.MEMORY, descriptor=lengths)
+            yield Answer(kind=Kind.MEMORY, descriptor=details.descriptor)
 
     def _details(
         self, record: dict[str, Any], identity: list[str], rows_name: str, folder: str | None

@@ -174,7 +174,10 @@ def _parts_of_stages(topology: Topology) -> _Parts:
 
     shares = topology.chunk_shares
     ahead = float(np.array(shares[: stages - 1]).sum())
-    return _Parts(of_stage(shares), tuple(map(of_stage, topology.encoder_shares)), ahead)
+    encoders = tuple(map(of_stage, topology.encoder_shares))
+    if topology.encoder_stage == "spread":
+        encoders = (np.full(stages, 1.0 / stages),) * len(encoders)
+    return _Parts(of_stage(shares), encoders, ahead)
 
 
 class StageParts(NamedTuple):
@@ -191,8 +194,6 @@ def busiest_parts(
     float64[M]."""
     parts = _parts_of_stages(topology)
     encoders = np.array(parts.encoders)  # [M, S]
-    if topology.encoder_stage == "spread":
-        encoders = np.full_like(encoders, 1.0 / topology.pipeline_stages)
     stage = int(np.argmax(decoder_s * parts.decoder + encoders_s @ encoders))
     return StageParts(float(parts.decoder[stage]), encoders[:, stage])
 
@@ -209,8 +210,6 @@ def _busiest_stage(
         return 0.0
     of_stage = decoder_s * parts.decoder
     of_stage[-1] += cost.llm.group_s * parts.ahead
-    if topology.encoder_stage == "spread":
-        return float(of_stage.max()) + sum(encoders_s) / topology.pipeline_stages
     for encoder_s, of_encoder in zip(encoders_s, parts.encoders, strict=True):
         of_stage += encoder_s * of_encoder
     return float(of_stage.max())

@@ -31,7 +31,7 @@ from dataservice.core.sample_files import SampleFiles
 from dataservice.sources.catalog import CatalogHead, CatalogParts, IndexedCatalog, IndexIdentity
 from dataservice.sources.detail_file import BATCH_ROWS, DetailFile, DetailTable
 from dataservice.sources.late_details import LateDetails
-from dataservice.sources.lengths_file import Lengths, MappedLengths, write_lengths
+from dataservice.sources.lengths_file import Lengths, MappedLengths
 from dataservice.sources.manifest import LongSamples
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.unnamed_file import unnamed_file
@@ -74,17 +74,6 @@ def hand_over_head(head: CatalogHead) -> int:
         stream.write(json.dumps(plain).encode())
         stream.flush()
         return os.dup(stream.fileno())
-
-
-def hand_over(catalog: IndexedCatalog, folder: str | None = None) -> RowFiles:
-    """The files of a catalog's rows: of the lengths in `folder`, see `unnamed_file`, which the
-    caller closes; of the details, which the catalog keeps. Raises OSError when the file cannot be
-    written."""
-    details = catalog.parts.details
-    assert isinstance(details, DetailFile), "the process that reads an index reads all of it"
-    return RowFiles(
-        lengths=write_lengths(catalog.parts.lengths, folder), details=details.descriptor
-    )
 
 
 def take_over_head(descriptor: int) -> CatalogHead:

@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from dataservice.sources.kernels import kernel
+from dataservice.sources.kernels import kernel, read_only
 
 Integers = NDArray[np.int64]
 Narrow = NDArray[np.int32]
@@ -26,10 +26,6 @@ _BLOCKS = 8  # for each range
 _OUTSIDE = "rows of a file lie outside it: it is damaged"
 _INTEGERS, _NARROW = types.int64[::1], types.int32[::1]
 _RUNS = _INTEGERS, _INTEGERS, _NARROW, _NARROW, _INTEGERS
-
-
-def _mapped(number: Any) -> Any:
-    return types.Array(number, 1, "C", readonly=True)
 
 
 @kernel((_INTEGERS, _NARROW, types.int64, _INTEGERS, _NARROW))
@@ -57,7 +53,7 @@ def _find(
         found[i] = low
 
 
-@kernel((_mapped(types.int32), *_RUNS, _NARROW, _NARROW, _NARROW, _INTEGERS))
+@kernel((read_only(types.int32), *_RUNS, _NARROW, _NARROW, _NARROW, _INTEGERS))
 def open_lists(
     offsets: Narrow,
     bases: Integers,
@@ -101,12 +97,12 @@ def open_lists(
 
 
 @kernel(
-    (_mapped(types.uint8), *_RUNS, types.uint8[::1]),
-    (_mapped(types.int8), *_RUNS, types.int8[::1]),
-    (_mapped(types.int32), *_RUNS, _NARROW),
-    (_mapped(types.uint32), *_RUNS, _INTEGERS),
-    (_mapped(types.int64), *_RUNS, _INTEGERS),
-    (_mapped(types.float64), *_RUNS, types.float64[::1]),
+    (read_only(types.uint8), *_RUNS, types.uint8[::1]),
+    (read_only(types.int8), *_RUNS, types.int8[::1]),
+    (read_only(types.int32), *_RUNS, _NARROW),
+    (read_only(types.uint32), *_RUNS, _INTEGERS),
+    (read_only(types.int64), *_RUNS, _INTEGERS),
+    (read_only(types.float64), *_RUNS, types.float64[::1]),
 )
 def gather(
     values: NDArray[Any],
@@ -127,7 +123,7 @@ def gather(
                 gathered[np.uint64(k + j)] = values[np.uint64(start + j)]
 
 
-@kernel((_mapped(types.uint8), *_RUNS, types.boolean[::1]))
+@kernel((read_only(types.uint8), *_RUNS, types.boolean[::1]))
 def find_nulls(
     bits: NDArray[np.uint8],
     bases: Integers,

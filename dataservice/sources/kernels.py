@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from numba import njit
+from numba import njit, types
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -16,3 +16,8 @@ def kernel(*signatures: tuple[Any, ...]) -> Callable[[Kernel], Kernel]:
         return cast(Kernel, njit(list(signatures), cache=True, nogil=True)(function))
 
     return compiled
+
+
+def read_only(number: Any) -> Any:
+    """The type of a column of such numbers end to end, which may be of a mapped file."""
+    return types.Array(number, 1, "C", readonly=True)

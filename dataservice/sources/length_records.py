@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable, Modality
-from dataservice.sources.kernels import kernel
+from dataservice.sources.kernels import kernel, read_only
 
 Number = int | np.integer[Any]
 
 KINDS: dict[int, Any] = {2: np.dtype("<u2"), 4: np.dtype("<i4")}
 """Of numbers, by their bytes."""
-OF_A_SAMPLE = 3
-OF_AN_ITEM = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position",
-              "item_frames")  # fmt: skip
-COLUMNS_OF_A_SAMPLE = 3  # LLM tokens, loss tokens, how many items
+ITEM_COLUMNS = ("item_modality", "item_encoder_tokens", "item_llm_tokens", "item_position",
+                "item_frames")  # fmt: skip
+# Of a sample, as a record and as columns, whose third is how many items it has; and of an item.
+OF_A_SAMPLE, OF_AN_ITEM = 3, len(ITEM_COLUMNS)
 _MOST_NARROW = 2**16 - 1
 
 _SOUND, _ITEMS, _TOGETHER, _TOKENS, _LOSS, _MODALITY, _ENCODER, _FRAMES, _PLACE = range(9)
@@ -59,18 +59,15 @@ class LengthRecords:
         """The same samples. Raises ValueError where the columns speak of different items."""
         columns = columns_of(lengths)
         samples, items = len(lengths), len(lengths.item_modality)
-        counts = columns[COLUMNS_OF_A_SAMPLE - 1]
+        counts = columns[OF_A_SAMPLE - 1]
         alike = (
             len(lengths.loss_tokens) == len(counts) == samples
-            and all(len(column) == items for column in columns[COLUMNS_OF_A_SAMPLE:])
+            and all(len(column) == items for column in columns[OF_A_SAMPLE:])
             and int(lengths.item_offsets[0]) == 0 <= int(counts.min(initial=0))
             and int(counts.max(initial=0)) <= items
         )
         _require(_SOUND if alike else _ITEMS)
-        kind = smallest_kind(columns)
-        return LengthRecords.of_columns(
-            np.concatenate([column.astype(kind) for column in columns]), samples, items
-        )
+        return LengthRecords.of_columns(end_to_end(columns), samples, items)
 
     @staticmethod
     def of_columns(numbers: NDArray[Any], samples: int, items: int) -> "LengthRecords":
@@ -79,9 +76,7 @@ class LengthRecords:
         fits = numbers.itemsize == 2 and items <= _MOST_NARROW
         records = LengthRecords(
             llm_tokens=np.empty(samples, np.int32),
-            numbers=np.empty(
-                OF_A_SAMPLE * samples + len(OF_AN_ITEM) * items, KINDS[2 if fits else 4]
-            ),
+            numbers=np.empty(OF_A_SAMPLE * samples + OF_AN_ITEM * items, KINDS[2 if fits else 4]),
             items=items,
         )
         _require(_lay_out(numbers, items, records.llm_tokens, records.numbers))
@@ -103,17 +98,18 @@ def columns_of(lengths: LengthTable) -> list[NDArray[Any]]:
     that are unknown are 0."""
     columns = [lengths.llm_tokens, lengths.loss_tokens, np.diff(lengths.item_offsets)]
     unknown = np.zeros(len(lengths.item_modality), np.int32)
-    columns += [getattr(lengths, name) for name in OF_AN_ITEM[:-1]]
+    columns += [getattr(lengths, name) for name in ITEM_COLUMNS[:-1]]
     return [*columns, unknown if lengths.item_frames is None else lengths.item_frames]
 
 
-def smallest_kind(columns: list[NDArray[Any]]) -> Any:
-    """The one of KINDS in which all these numbers fit."""
+def end_to_end(columns: list[NDArray[Any]]) -> NDArray[Any]:
+    """All these numbers, of the smallest of KINDS in which they fit."""
     fit = all(
         int(column.min(initial=0)) >= 0 and int(column.max(initial=0)) <= _MOST_NARROW
         for column in columns
     )
-    return KINDS[2 if fit else 4]
+    kind = KINDS[2 if fit else 4]
+    return np.concatenate([column.astype(kind) for column in columns])
 
 
 def _require(wrong: int) -> None:
@@ -121,18 +117,14 @@ def _require(wrong: int) -> None:
         raise ValueError(f"it has {_WRONG[wrong]}")
 
 
-def _read_only(number: Any) -> Any:
-    return types.Array(number, 1, "C", readonly=True)
-
-
 _TOKENS_OUT = types.int32[::1]
-_TOKENS_IN = _read_only(types.int32)
+_TOKENS_IN = read_only(types.int32)
 
 
 @kernel(
-    (_read_only(types.uint16), types.int64, _TOKENS_OUT, types.uint16[::1]),
-    (_read_only(types.uint16), types.int64, _TOKENS_OUT, types.int32[::1]),
-    (_read_only(types.int32), types.int64, _TOKENS_OUT, types.int32[::1]),
+    (read_only(types.uint16), types.int64, _TOKENS_OUT, types.uint16[::1]),
+    (read_only(types.uint16), types.int64, _TOKENS_OUT, types.int32[::1]),
+    (read_only(types.int32), types.int64, _TOKENS_OUT, types.int32[::1]),
 )
 def _lay_out(
     columns: NDArray[Any], items: int, llm_tokens: NDArray[np.int32], numbers: NDArray[Any]
@@ -141,16 +133,18 @@ def _lay_out(
     samples, behind = llm_tokens.size, np.int64(0)
     for row in range(samples):
         llm_tokens[row] = columns[row]
-        numbers[3 * row] = behind
-        numbers[3 * row + 1] = columns[row]
-        numbers[3 * row + 2] = columns[samples + row]
+        at = OF_A_SAMPLE * row
+        numbers[at] = behind
+        numbers[at + 1] = columns[row]
+        numbers[at + 2] = columns[samples + row]
         count = np.int64(columns[2 * samples + row])
         behind += count
         if count < 0 or behind > items:
             return _ITEMS
     for k in range(items):
-        for field in range(5):
-            numbers[3 * samples + 5 * k + field] = columns[3 * samples + field * items + k]
+        at = OF_A_SAMPLE * samples + OF_AN_ITEM * k
+        for field in range(OF_AN_ITEM):
+            numbers[at + field] = columns[OF_A_SAMPLE * samples + field * items + k]
     return _SOUND if behind == items else _ITEMS
 
 
@@ -174,8 +168,8 @@ def _wrong_item(
 
 
 @kernel(
-    (_TOKENS_IN, _read_only(types.uint16), types.int64, types.int64),
-    (_TOKENS_IN, _read_only(types.int32), types.int64, types.int64),
+    (_TOKENS_IN, read_only(types.uint16), types.int64, types.int64),
+    (_TOKENS_IN, read_only(types.int32), types.int64, types.int64),
 )
 def _first_wrong(
     llm_tokens: NDArray[np.int32], numbers: NDArray[Any], items: int, most_tokens: int
@@ -183,21 +177,22 @@ def _first_wrong(
     """What is wrong with the first of these samples that is not sound. Nothing outside of the
     columns is read, whatever they say."""
     rows = llm_tokens.size
-    if numbers.size != 3 * rows + 5 * items or (items and not rows):
+    if numbers.size != OF_A_SAMPLE * rows + OF_AN_ITEM * items or (items and not rows):
         return _ITEMS
     first = np.int64(0)
     for row in range(rows):
-        tokens, loss = np.int64(llm_tokens[row]), np.int64(numbers[3 * row + 2])
-        if not 1 <= tokens <= most_tokens or numbers[3 * row + 1] != tokens:
+        here = OF_A_SAMPLE * row
+        tokens, loss = np.int64(llm_tokens[row]), np.int64(numbers[here + 2])
+        if not 1 <= tokens <= most_tokens or numbers[here + 1] != tokens:
             return _TOKENS
         if not 0 <= loss <= tokens:
             return _LOSS
-        last = np.int64(numbers[3 * row + 3]) if row + 1 < rows else np.int64(items)
-        if np.int64(numbers[3 * row]) != first or not first <= last <= items:
+        last = np.int64(numbers[here + OF_A_SAMPLE]) if row + 1 < rows else np.int64(items)
+        if np.int64(numbers[here]) != first or not first <= last <= items:
             return _ITEMS
         left = tokens
         for k in range(np.uint64(first), np.uint64(last)):
-            at = np.uint64(3 * rows + 5 * k)
+            at = np.uint64(OF_A_SAMPLE * rows + OF_AN_ITEM * k)
             own = np.int64(numbers[at + np.uint64(2)])
             wrong = _wrong_item(
                 np.int64(numbers[at]),

@@ -11,8 +11,6 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +20,14 @@ from numpy.typing import NDArray
 
 from dataservice.core.sample import IntArray, LengthTable
 from dataservice.sources.gather import Ranges
-from dataservice.sources.kernels import kernel
-from dataservice.sources.length_records import KINDS, OF_A_SAMPLE, OF_AN_ITEM, LengthRecords
+from dataservice.sources.kernels import kernel, read_only
+from dataservice.sources.length_records import (
+    ITEM_COLUMNS,
+    KINDS,
+    OF_A_SAMPLE,
+    OF_AN_ITEM,
+    LengthRecords,
+)
 from dataservice.sources.unnamed_file import unnamed_file
 
 COLUMNS: dict[str, np.dtype[Any]] = {
@@ -43,7 +47,6 @@ FORM = 2
 _SIZE = struct.Struct("<Q")
 _HEAD_BYTES = 128
 _ALIGNMENT_BYTES = 64
-_BLOCK_ROWS = 10_000  # where they come as columns
 
 
 class Place(NamedTuple):
@@ -142,7 +145,7 @@ class MappedLengths:
         """Those of a block, as they are mapped."""
         first_row, start_byte, items, each_bytes = self._table[block].tolist()
         tokens = self.llm_tokens[first_row : self._table[block + 1, 0]]
-        count = OF_A_SAMPLE * len(tokens) + len(OF_AN_ITEM) * items
+        count = OF_A_SAMPLE * len(tokens) + OF_AN_ITEM * items
         start = start_byte // each_bytes
         numbers = self._numbers[each_bytes][start : start + count]
         return LengthRecords(llm_tokens=tokens, numbers=numbers, items=items)
@@ -152,7 +155,7 @@ class MappedLengths:
         IndexError where there is no such sample, or the file is damaged."""
         wanted = np.ascontiguousarray(rows, dtype=np.int64)
         blocks, lengths = self._blocks.of(wanted), _room(len(wanted))
-        mapped = self._numbers[2], self._numbers[4], self._table, wanted, blocks
+        mapped = (self._numbers[2], self._numbers[4], self._table), wanted, blocks
         first = np.empty(len(wanted), np.int64)
         _find_items(*mapped, first, lengths["item_offsets"])
         lengths |= _room_for_items(int(lengths["item_offsets"][-1]))
@@ -167,22 +170,6 @@ class MappedLengths:
 
 Lengths = LengthTable | MappedLengths
 """Of all samples of an index, by row."""
-
-
-def write_lengths(lengths: Lengths, folder: str | None = None) -> int:
-    """A descriptor, which the caller closes, of a file of these lengths in `folder`. Raises OSError
-    when it cannot be written."""
-    with closing(LengthsFile(len(lengths), folder)) as file:
-        for records in _blocks_of(lengths):
-            file.write(records)
-        return file.finish()
-
-
-def _blocks_of(lengths: Lengths) -> Iterator[LengthRecords]:
-    """The lengths, some samples at a time."""
-    for first in range(0, len(lengths), _BLOCK_ROWS):
-        rows = np.arange(first, min(first + _BLOCK_ROWS, len(lengths)))
-        yield LengthRecords.of(lengths.take(rows))
 
 
 def _read_head(memory: memoryview) -> tuple[int, int, int]:
@@ -207,7 +194,7 @@ def _room(samples: int) -> dict[str, Any]:
 
 
 def _room_for_items(items: int) -> dict[str, Any]:
-    return {name: np.empty(items, COLUMNS[name]) for name in OF_AN_ITEM}
+    return {name: np.empty(items, COLUMNS[name]) for name in ITEM_COLUMNS}
 
 
 def _require_within(table: NDArray[np.int64], samples: int, end_byte: int) -> None:
@@ -224,7 +211,7 @@ def _require_within(table: NDArray[np.int64], samples: int, end_byte: int) -> No
         and bool(((start >= 0) & (start <= end_byte) & (start % _ALIGNMENT_BYTES == 0)).all())
     )
     if within:
-        ends = start + (OF_A_SAMPLE * rows + len(OF_AN_ITEM) * items) * each
+        ends = start + (OF_A_SAMPLE * rows + OF_AN_ITEM * items) * each
         within = bool((ends <= end_byte).all())
     if not within:
         raise ValueError("its table speaks of other blocks than it has")
@@ -234,49 +221,42 @@ def _aligned(at: int) -> int:
     return at + -at % _ALIGNMENT_BYTES
 
 
-def _mapped(number: Any) -> Any:
-    return types.Array(number, 1, "C", readonly=True)
-
-
 _OUTSIDE = "lengths lie outside of their block: the file is damaged"
-_IN_FILE = (
-    _mapped(types.uint16),
-    _mapped(types.int32),
-    types.int64[:, ::1],
-    types.int64[::1],
-    types.int32[::1],
+# The file's numbers of two and of four bytes, and its table.
+_FILE = types.Tuple(  # type: ignore[no-untyped-call]
+    (read_only(types.uint16), read_only(types.int32), types.int64[:, ::1])
 )
+_WANTED = types.int64[::1], types.int32[::1]
+_File = tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int64]]
 
 
 @register_jitable
-def _number(
-    narrow: NDArray[np.uint16], wide: NDArray[np.int32], each_bytes: int, at: int
-) -> np.int64:
+def _number(file: _File, each_bytes: int, at: int) -> np.int64:
     """Number `at` of the file, in which each has so many bytes."""
     if each_bytes == 2:
-        return np.int64(narrow[np.uint64(at)])
-    return np.int64(wide[np.uint64(at)])
+        return np.int64(file[0][np.uint64(at)])
+    return np.int64(file[1][np.uint64(at)])
 
 
-@kernel((*_IN_FILE, types.int64[::1], types.int64[::1]))
+@kernel((_FILE, *_WANTED, types.int64[::1], types.int64[::1]))
 def _find_items(
-    narrow: NDArray[np.uint16],
-    wide: NDArray[np.int32],
-    table: NDArray[np.int64],
+    file: _File,
     rows: NDArray[np.int64],
     blocks: NDArray[np.int32],
     first_items: NDArray[np.int64],
     item_offsets: NDArray[np.int64],
 ) -> None:
     """Of each row, where its items begin in its block, and among those of all rows."""
+    table = file[2]
     item_offsets[0] = 0
     for i in range(rows.size):
         block = blocks[i]
         row, samples = rows[i] - table[block, 0], table[block + 1, 0] - table[block, 0]
-        each, at = table[block, 3], table[block, 1] // table[block, 3] + 3 * row
-        first, behind = _number(narrow, wide, each, at), table[block, 2]
+        each = table[block, 3]
+        at = table[block, 1] // each + OF_A_SAMPLE * row
+        first, behind = _number(file, each, at), table[block, 2]
         if row + 1 < samples:
-            behind = _number(narrow, wide, each, at + 3)
+            behind = _number(file, each, at + OF_A_SAMPLE)
         if not 0 <= first <= behind <= table[block, 2]:
             raise IndexError(_OUTSIDE)
         first_items[i] = first
@@ -285,19 +265,17 @@ def _find_items(
 
 @kernel(
     (
-        *_IN_FILE,
+        _FILE,
+        *_WANTED,
         types.int64[::1],
-        types.int32[::1],
-        types.int32[::1],
+        *(types.int32[::1],) * 2,
         types.int64[::1],
         types.int8[::1],
         *(types.int32[::1],) * 4,
     )
 )
 def _take(
-    narrow: NDArray[np.uint16],
-    wide: NDArray[np.int32],
-    table: NDArray[np.int64],
+    file: _File,
     rows: NDArray[np.int64],
     blocks: NDArray[np.int32],
     first_items: NDArray[np.int64],
@@ -311,17 +289,19 @@ def _take(
     frames: NDArray[np.int32],
 ) -> None:
     """The numbers of these rows, whose items were found."""
+    table = file[2]
     for i in range(rows.size):
         block = blocks[i]
         row, samples = rows[i] - table[block, 0], table[block + 1, 0] - table[block, 0]
-        each, start = table[block, 3], table[block, 1] // table[block, 3]
-        llm_tokens[i] = _number(narrow, wide, each, start + 3 * row + 1)
-        loss_tokens[i] = _number(narrow, wide, each, start + 3 * row + 2)
-        at = start + 3 * samples + 5 * first_items[i]
+        each = table[block, 3]
+        start = table[block, 1] // each
+        llm_tokens[i] = _number(file, each, start + OF_A_SAMPLE * row + 1)
+        loss_tokens[i] = _number(file, each, start + OF_A_SAMPLE * row + 2)
+        at = start + OF_A_SAMPLE * samples + OF_AN_ITEM * first_items[i]
         for k in range(np.uint64(item_offsets[i]), np.uint64(item_offsets[i + 1])):
-            modality[k] = _number(narrow, wide, each, at)
-            encoder_tokens[k] = _number(narrow, wide, each, at + 1)
-            item_llm_tokens[k] = _number(narrow, wide, each, at + 2)
-            position[k] = _number(narrow, wide, each, at + 3)
-            frames[k] = _number(narrow, wide, each, at + 4)
-            at += 5
+            modality[k] = _number(file, each, at)
+            encoder_tokens[k] = _number(file, each, at + 1)
+            item_llm_tokens[k] = _number(file, each, at + 2)
+            position[k] = _number(file, each, at + 3)
+            frames[k] = _number(file, each, at + 4)
+            at += OF_AN_ITEM

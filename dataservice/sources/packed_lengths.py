@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable
 from dataservice.sources.length_records import (
-    COLUMNS_OF_A_SAMPLE,
     KINDS,
+    OF_A_SAMPLE,
     OF_AN_ITEM,
     LengthRecords,
     columns_of,
-    smallest_kind,
+    end_to_end,
 )
 
 FORM = 1
@@ -30,11 +30,9 @@ _HEAD = struct.Struct("<4I")
 
 def pack_lengths(lengths: LengthTable) -> bytes:
     """These lengths, with the frames of all their items, none of them negative."""
-    columns = columns_of(lengths)
-    kind = smallest_kind(columns)
-    head = _HEAD.pack(FORM, kind.itemsize, len(lengths), len(lengths.item_modality))
-    numbers = b"".join([column.astype(kind).tobytes() for column in columns])
-    return head + numbers + b"\0" * (-len(numbers) % 4)
+    numbers = end_to_end(columns_of(lengths))
+    head = _HEAD.pack(FORM, numbers.itemsize, len(lengths), len(lengths.item_modality))
+    return head + numbers.tobytes() + b"\0" * (-numbers.nbytes % 4)
 
 
 def packed_columns(cell: bytes) -> list[NDArray[Any]]:
@@ -44,7 +42,7 @@ def packed_columns(cell: bytes) -> list[NDArray[Any]]:
     if found is None:
         raise ValueError("a cell of lengths that another release packed")
     samples, items, numbers = found
-    counts = [samples] * COLUMNS_OF_A_SAMPLE + [items] * len(OF_AN_ITEM)
+    counts = [samples] * OF_A_SAMPLE + [items] * OF_AN_ITEM
     return np.split(numbers, np.cumsum(counts)[:-1])
 
 
@@ -56,7 +54,7 @@ def _numbers(cell: memoryview) -> tuple[int, int, NDArray[Any]] | None:
     form, each_bytes, samples, items = _HEAD.unpack_from(cell)
     if form != FORM:
         return None
-    count = COLUMNS_OF_A_SAMPLE * samples + len(OF_AN_ITEM) * items
+    count = OF_A_SAMPLE * samples + OF_AN_ITEM * items
     if each_bytes not in KINDS or _HEAD.size + count * each_bytes > len(cell):
         raise ValueError("a cell of lengths that is cut short")
     return samples, items, np.frombuffer(cell, KINDS[each_bytes], count, _HEAD.size)

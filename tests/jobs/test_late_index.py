@@ -9,14 +9,13 @@ from typing import cast
 import numpy as np
 import pytest
 
-from benchmarks.scale.made_job import made_catalog
+from benchmarks.scale.made_job import hand_over, made_catalog
 from dataservice.core.errors import IndexStaleError, ServiceError, SourceError, WorkerLostError
 from dataservice.core.job import JobRecord
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.team import team_of
 from dataservice.jobs.late_index import TEAMS_AT_ONCE, LateIndexes
 from dataservice.sources.catalog import IndexedCatalog
-from dataservice.sources.catalog_handover import hand_over
 from dataservice.sources.index_cache import NO_CACHE
 from tests.waiting import LIMIT_S, wait_for
 

@@ -2,11 +2,11 @@
 
 import os
 
+from benchmarks.scale.made_job import hand_over
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.sources.catalog import IndexedCatalog
 from dataservice.sources.catalog_handover import (
     RowFiles,
-    hand_over,
     hand_over_head,
     take_over,
     take_over_head,

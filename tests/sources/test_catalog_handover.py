@@ -9,20 +9,19 @@ from random import Random
 import numpy as np
 import pytest
 
-from benchmarks.scale.made_job import made_catalog
+from benchmarks.scale.made_job import hand_over, made_catalog, write_lengths
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.core.ports import SampleMeasurer
 from dataservice.sources.catalog import IndexedCatalog, find_index
 from dataservice.sources.catalog_handover import (
     RowFiles,
-    hand_over,
     hand_over_head,
     take_over,
     take_over_head,
 )
 from dataservice.sources.index import build_index
-from dataservice.sources.lengths_file import MappedLengths, write_lengths
+from dataservice.sources.lengths_file import MappedLengths
 from tests.sources.handed_over import handed_over
 
 Measurer = Callable[[], SampleMeasurer]

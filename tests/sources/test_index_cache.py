@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.scale.made_job import hand_over
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.sources.catalog import FoundIndex, IndexedCatalog, find_index
-from dataservice.sources.catalog_handover import RowFiles, hand_over
+from dataservice.sources.catalog_handover import RowFiles
 from dataservice.sources.index import build_index
 from dataservice.sources.index_cache import DETAILS, LENGTHS, IndexCache
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.scale.made_job import write_lengths
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ItemLengths, LengthTable, Modality, SampleLengths
 from dataservice.sources.length_records import LengthRecords
-from dataservice.sources.lengths_file import COLUMNS, LengthsFile, MappedLengths, write_lengths
+from dataservice.sources.lengths_file import COLUMNS, LengthsFile, MappedLengths
 
 LIMITS = DecodeLimits(max_llm_tokens=2**31 - 1)
 

@@ -25,10 +25,9 @@ from dataservice.core.layout import expanded, sample_starts
 from dataservice.planning.context.check import joined
 from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.stages.dispatch import MODALITIES, EncoderItems, encoding_bounds
+from dataservice.planning.stages.group import WORTH_TRYING
 from dataservice.planning.step_bound import StageParts
 
-# What an arrangement must gain by its estimate for a plan to be made of it.
-_GAIN = 1.003
 _BLOCKS = (1, 2, 4, 8, 16)
 
 
@@ -46,7 +45,7 @@ def gathered_waves(
     packs = _Packs.of(waves, items, replicas, ranks_per_node)
     if not packs.heavy_s.any():
         return None
-    best, best_s = None, _estimate(packs.wave, packs, items, replicas, parts) / _GAIN
+    best, best_s = None, _estimate(packs.wave, packs, items, replicas, parts) / WORTH_TRYING
     for wave in _arrangements(packs, len(waves)):
         seconds = _estimate(wave, packs, items, replicas, parts)
         if seconds < best_s:
@@ -97,19 +96,23 @@ def _estimate(
 ) -> float:
     """Seconds of all waves where each pack is in this `wave` int64[P]: of the slowest pack, and of
     encoders by their bound."""
-    slowest_s = np.zeros(int(packs.wave[-1]) + 1)
-    np.maximum.at(slowest_s, wave, packs.time_s)
+    slowest_s = _slowest_s(packs, wave)
     phase = wave[items.pack] * MODALITIES + items.phase % MODALITIES
     encoding_s = encoding_bounds(replace(items, phase=phase), replicas).reshape(-1, MODALITIES)
     encoding_s += (encoding_s > 0) * items.batch_s
     return float(slowest_s.sum() * parts.decoder + encoding_s.sum(axis=0) @ parts.encoders)
 
 
+def _slowest_s(packs: _Packs, wave: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The slowest pack of each wave where each is in this `wave` int64[P]: float64[W]."""
+    slowest_s = np.zeros(int(packs.wave[-1]) + 1)
+    np.maximum.at(slowest_s, wave, packs.time_s)
+    return slowest_s
+
+
 def _arrangements(packs: _Packs, waves: int) -> Iterator[NDArray[np.int64]]:
     """The wave of each pack int64[P], in several ways."""
-    slowest_s = np.zeros(waves)
-    np.maximum.at(slowest_s, packs.wave, packs.time_s)
-    by_time = np.argsort(-slowest_s, kind="stable")
+    by_time = np.argsort(-_slowest_s(packs, packs.wave), kind="stable")
     for blocks in _BLOCKS:
         if blocks <= waves // 2 or blocks == 1:
             block_of = np.empty(waves, np.int64)
