@@ -376,12 +376,7 @@ def loss_row(size: Size, device: torch.device, dtype: torch.dtype) -> Row:
     that of tensors which torch only pretends to make."""
     rows, vocabulary = size.loss_shape
     if device.type == "cuda":
-        drain(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        _take_loss(rows, vocabulary, dtype, device)
-        drain(device)
-        used_bytes = torch.cuda.max_memory_allocated(device) - before
+        used_bytes = _peak_bytes(lambda: _take_loss(rows, vocabulary, dtype, device), device)
     else:
         used_bytes = _counted_bytes(rows, vocabulary, torch.bfloat16)
     each = used_bytes / (rows * vocabulary)
@@ -403,12 +398,11 @@ def linear_loss_row(size: Size, device: torch.device, dtype: torch.dtype) -> Row
     make = partial(torch.zeros, dtype=dtype, device=device, requires_grad=True)
     hidden, head = make(rows, HEAD_WIDTH), make(vocabulary, HEAD_WIDTH)
     labels = torch.zeros(rows, dtype=torch.int64, device=device)
-    drain(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    linear_cross_entropy(hidden, head, labels).backward()  # type: ignore[no-untyped-call]
-    drain(device)
-    used_bytes = torch.cuda.max_memory_allocated(device) - before
+
+    def take_loss() -> None:
+        linear_cross_entropy(hidden, head, labels).backward()  # type: ignore[no-untyped-call]
+
+    used_bytes = _peak_bytes(take_loss, device)
     each = used_bytes / (rows * vocabulary)
     return Row(
         what=what,
@@ -416,6 +410,16 @@ def linear_loss_row(size: Size, device: torch.device, dtype: torch.dtype) -> Row
         bar=bar,
         met=each <= BYTES_WITHOUT_LOGITS,
     )
+
+
+def _peak_bytes(work: Callable[[], None], device: torch.device) -> int:
+    """What a GPU holds at most while it does the work, beyond what it held before."""
+    drain(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    drain(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _take_loss(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -136,8 +136,8 @@ class StagedMicrobatches(Sequence[Microbatch]):
     """A step's microbatches, each copied to the device while the one before it computes.
 
     Taking one up starts the copies of the next, in the order of the step or of `take_in_order`. One
-    that nobody holds any more is gone from the
-    device, and is copied again if it is asked for again. For one thread at a time.
+    that nobody holds any more is gone from the device, and is copied again if it is asked for
+    again. For one thread at a time.
     """
 
     def __init__(self, on_host: Sequence[Microbatch], queue: CopyQueue) -> None:

@@ -60,14 +60,31 @@ def patch_rows(
     Raises:
         ValueError: there are no items, or one does not fall into patches.
     """
+    rows = pixel_rows(
+        items, mean, std, patch=patch, temporal_patch=temporal_patch, merge=merge, dtype=dtype
+    )
+    grids = patch_grids(items, patch=patch, temporal_patch=temporal_patch)
+    return PatchRows(rows, copied_once(grids, rows.device))
+
+
+def pixel_rows(
+    items: Sequence[torch.Tensor],
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    patch: int = 14,
+    temporal_patch: int = 2,
+    merge: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`PatchRows.pixel_values` alone. Raises as `patch_rows`."""
     _check_any(items)
     rows = []
     for pixels in items:
         normal = normalize_pixels(pixels, mean, std, dtype)
         made, _ = patchify(normal, patch=patch, temporal_patch=temporal_patch, merge=merge)
         rows.append(made)
-    grids = patch_grids(items, patch=patch, temporal_patch=temporal_patch)
-    return PatchRows(torch.cat(rows), copied_once(grids, rows[0].device))
+    return torch.cat(rows)
 
 
 def patch_grids(
@@ -127,6 +144,20 @@ def log_mel_batch(
     Raises:
         ValueError: there are no items, or one is longer than `pad_to_samples`.
     """
+    features = log_mels(items, n_mels=n_mels, pad_to_samples=pad_to_samples, dtype=dtype)
+    frames = copied_once(sound_frames(items), features.device)
+    place = torch.arange(features.shape[-1], device=features.device)
+    return LogMelBatch(features, (place < frames[:, None]).to(torch.int64))
+
+
+def log_mels(
+    items: Sequence[torch.Tensor],
+    *,
+    n_mels: int = 80,
+    pad_to_samples: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`LogMelBatch.input_features` alone. Raises as `log_mel_batch`."""
     _check_any(items)
     longest = max(len(audio) for audio in items)
     width = pad_to_samples or longest
@@ -136,10 +167,7 @@ def log_mel_batch(
             "lower the job's chunk_s."
         )
     padded = torch.stack([functional.pad(audio, (0, width - len(audio))) for audio in items])
-    features = log_mel(padded, n_mels=n_mels).to(dtype)
-    frames = copied_once(sound_frames(items), padded.device)
-    place = torch.arange(features.shape[-1], device=padded.device)
-    return LogMelBatch(features, (place < frames[:, None]).to(torch.int64))
+    return log_mel(padded, n_mels=n_mels).to(dtype)
 
 
 def sound_frames(items: Sequence[torch.Tensor]) -> torch.Tensor:

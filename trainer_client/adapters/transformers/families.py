@@ -23,9 +23,9 @@ from trainer_client.adapters.transformers.faults import UnsupportedModel
 from trainer_client.adapters.transformers.grids import derived_from
 from trainer_client.adapters.transformers.head import HeadLoss
 from trainer_client.encoder_inputs import (
-    log_mel_batch,
+    log_mels,
     patch_grids,
-    patch_rows,
+    pixel_rows,
     sound_frames,
     square_pixels,
 )
@@ -219,13 +219,13 @@ class QwenVL(FeatureFamily):
     def patches(self, batch: ModalityBatch) -> Tensor:
         """The rows of pixels [patches, row width] that the encoder takes of a batch's items."""
         sizes = self.model.config.vision_config
-        return patch_rows(
+        return pixel_rows(
             batch.items,
             patch=sizes.patch_size,
             temporal_patch=sizes.temporal_patch_size,
             merge=sizes.spatial_merge_size,
             **self.pixels(),
-        ).pixel_values
+        )
 
     def seen_patches(self, rows: Tensor, batch: ModalityBatch) -> Any:
         """What the encoder makes of rows, one for each patch of the batch's items."""
@@ -386,9 +386,7 @@ class Qwen2Audio(FeatureFamily):
         core = self.model.model
         sizes = core.audio_tower.config
         frames = 2 * sizes.max_source_positions  # the stem has a stride of 2
-        mel, _ = log_mel_batch(
-            batch.items, n_mels=sizes.num_mel_bins, pad_to_samples=frames * HOP_SAMPLES
-        )
+        mel = log_mels(batch.items, n_mels=sizes.num_mel_bins, pad_to_samples=frames * HOP_SAMPLES)
         # The library's own arithmetic: tokens of the encoder, then of its pooling by two.
         inner, tokens = core.audio_tower._get_feat_extract_output_lengths(sound_frames(batch.items))
         sound = _first(inner, sizes.max_source_positions)
