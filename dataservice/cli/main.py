@@ -1,6 +1,7 @@
 """The command `dataservice`: index, preview, serve, job, workers, layout, calibrate, explain and
 status."""
 
+import gc
 import json
 import os
 import sys
@@ -579,6 +580,9 @@ def _run() -> None:
 def _end_at_once(end: SystemExit) -> None:
     """End without the destructors of libraries: once in some hundred runs a thread of one was still
     there, and what was whole ended with `terminate called` and status 134."""
+    # What an interrupted run shared with its processes would be called leaked.
+    end.__context__ = end.__traceback__ = None
+    gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
