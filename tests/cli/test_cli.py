@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from dataservice.cli.main import app, main
 from dataservice.cli.records import DIFFERS
 from dataservice.cli.status import STALLED
 from tests.cli.support import CommandLine, says
-from tests.service.small import IMAGES, SAMPLES, make_corpus, write_job
+from tests.service.small import IMAGES, SAMPLES, make_corpus, write_job, write_jsonl
 from tests.service.support import Ranks, ServiceProcess, serving, wait_for
 
 # Tiles of one fixed size; made in a module that only the service's operator can name.
@@ -433,3 +435,46 @@ def test_what_reads_sources_ends_before_the_destructors_of_libraries_run(
     with pytest.raises(EndedError) as met:
         main()
     assert met.value.args == (code,)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("presses", "under_way_is_kept"), [(1, True), (2, False)])
+def test_ctrl_c_keeps_what_an_index_has_under_way_and_a_second_one_gives_it_up(
+    home, tmp_path, presses, under_way_is_kept
+):
+    (tmp_path / "talks").mkdir()
+    for k in range(8):
+        write_jsonl(tmp_path / "talks" / f"{k}.jsonl", [{"text": "why so " * 90}] * 8000)
+    sources = [{"name": "talks", "format": "jsonl", "url": str(tmp_path / "talks" / "*.jsonl")}]
+    job = write_job(home, job="talks", sources=sources, index=str(tmp_path / "index"))
+    command = [sys.executable, "-m", "dataservice.cli.main", "index", str(job), "--processes", "2"]
+
+    def parts() -> int:
+        return len(list((tmp_path / "index" / "talks").glob("part-*.parquet")))
+
+    running = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(parts, 120)
+    before = parts()
+    for _ in range(presses):  # a terminal interrupts every process of the command
+        os.killpg(running.pid, signal.SIGINT)
+        time.sleep(0.2)
+    _, said = running.communicate(timeout=120)
+    assert running.returncode == 130
+    says(said, "under way are finished first", "Interrupt again to give them up")
+    assert "leaked" not in said or presses == 2, "of processes that were killed"
+    assert before + under_way_is_kept <= parts() < 8
+    wait_for(lambda: not group_lives(running.pid))
+
+
+def group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
