@@ -6,7 +6,7 @@ a check of its own, which asks `ContextCost` for the seconds of every pack.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ from dataservice.core.layout import padded_tokens
 from dataservice.core.memory import MemoryModel
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import CostModel, PlanOptions
-from dataservice.core.topology import Topology
+from dataservice.core.topology import Meet, Topology
 from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.context.groups import ContextPlan, plan_context_groups
 from dataservice.planning.validate import validate_plan
@@ -91,12 +91,25 @@ def _bimodal(samples: int) -> Lengths:
 @dataclass(frozen=True, slots=True)
 class Hard:
     """A hard step: how many replicas, what draws its samples (a large one only where it is
-    measured), and whether items attend both ways, or memory is counted in bytes of encoders too."""
+    measured), and whether items attend both ways, or memory is counted in bytes of encoders too.
+    Replicas may be pipelines of several stages, or meet only at the end of the step."""
 
     replicas: int
     draw: Callable[[], workloads.Workload]
     both_ways: bool = False
     in_bytes: bool = False
+    stages: int = 1
+    meet: Meet = "wave"
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(
+            world_size=self.replicas * self.stages,
+            ranks_per_replica=self.stages,
+            pipeline_stages=self.stages,
+            replicas_per_node=8,
+            replicas_meet=self.meet,
+        )
 
     def options(self, cost: ContextCost) -> PlanOptions:
         """How it is planned; a replica's bytes hold MEMORY tokens, or four times the patches."""
@@ -111,7 +124,7 @@ class Hard:
         )
 
 
-HARD = {
+_HARD = {
     "512 a token over the memory": Hard(64, lambda: text_only(np.full(512, MEMORY + 1))),
     "1,024 a token over the memory": Hard(64, lambda: text_only(np.full(1024, MEMORY + 1))),
     "2,048 a token over the memory": Hard(64, lambda: text_only(np.full(2048, MEMORY + 1))),
@@ -152,6 +165,11 @@ HARD = {
         for mix, count, replicas in _MIXES
     },
 }
+HARD = {
+    **_HARD,
+    **{f"{name}, 4 stages": replace(hard, stages=4) for name, hard in _HARD.items()},
+    **{f"{name}, met once": replace(hard, meet="step") for name, hard in _HARD.items()},
+}
 
 
 def hard_lengths(scale: Scale) -> list[Row]:
@@ -176,8 +194,7 @@ def hard_lengths(scale: Scale) -> list[Row]:
 
 
 def _time_row(name: str, hard: Hard, workload: workloads.Workload, scale: Scale) -> Row:
-    step = workloads.step_samples(workload)
-    topology = Topology(world_size=hard.replicas, replicas_per_node=8)
+    step, topology = workloads.step_samples(workload), hard.topology
     found: dict[str, float] = {}
     said = []
     for model, cost in COSTS.items():

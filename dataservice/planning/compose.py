@@ -32,18 +32,18 @@ from dataservice.planning.loads.partition import partition
 from dataservice.planning.stages.assign import assign_packs
 from dataservice.planning.stages.at_home import keep_near, seconds_at_home
 from dataservice.planning.stages.dispatch import (
+    MODALITIES,
     EncoderItems,
     dispatch_reports,
     encoder_items,
     encoder_loads,
     encoding_bounds,
 )
+from dataservice.planning.stages.effort import Effort, forming_s, later_s
 from dataservice.planning.stages.encoders import place_items
 from dataservice.planning.stages.gather import gathered_waves
 from dataservice.planning.stages.group import (
     FEW_SAMPLES,
-    LEAST_S,
-    SHARE,
     WORTH_TRYING,
     PackedStep,
     full_attention,
@@ -56,7 +56,6 @@ from dataservice.planning.stages.room import (
     beside_encoders,
     bound_in_bytes,
     least_for,
-    planning_s,
     static_degree,
     waves_in_room,
 )
@@ -128,7 +127,8 @@ def compose_step(
     room = EncoderRoom.of(options.memory, topology) if len(lengths.item_modality) else None
     held = None if room is None else room.of_all(lengths)
     options = beside_encoders(lengths, held, topology, whole)
-    given = _Given(lengths, units, topology, limits, room)
+    effort = Effort()
+    given = _Given(lengths, units, topology, limits, room, effort)
     own = _Waves(given, _Variant(options=(options,)))
     packed, found = own.packed, own.with_room
     if held is not None and options.memory_tokens < whole.memory_tokens:
@@ -137,20 +137,21 @@ def compose_step(
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(found.lower_bound_s)
     static = StaticBounds(lengths, packed.full_attention, topology, units, room)
-    once_s = planning_s(lengths, held)
-    planned = 1
 
-    def in_time() -> bool:
-        """Whether there is time to plan once more, which then counts."""
-        nonlocal planned
-        planned += 1
-        return planned * once_s <= max(LEAST_S, SHARE * best.time.total_s)
+    def composing_s(waves: int) -> float:
+        pieces = None if held is None else held.pieces
+        sizes = len(lengths), len(lengths.item_modality), pieces
+        return later_s(*sizes, waves, topology.replicas, topology.pipeline_stages)
+
+    effort.take(composing_s(len(found.waves)))
 
     def improved(made: _Composed, waves: _Waves) -> _Composed:
         """The plan, or one of the same packs if it ends sooner: with heavy items in few waves or,
         where replicas meet once a step, at home."""
         once = not bound.counts_waves
-        if not (made.balances_items if once else made.waits_for_encoders) or not in_time():
+        worth = made.balances_items if once else made.waits_for_encoders
+        more_s = composing_s(len(made.found.waves))
+        if not worth or not effort.spend(more_s, best.time.total_s):
             return made
         found = made.found if once else waves.gathered(made)
         if found is None:
@@ -162,25 +163,28 @@ def compose_step(
     done = done or not _decides_all(options) or len(lengths) == 0
     if not done:
         best = improved(best, own)
-    for rival in () if done else _rivals(lengths, held, topology, options, whole):
-        if best.time.total_s <= bound_s * NEAR:
+    for rival in () if done else _rivals(lengths, held, topology, options, whole, first):
+        step_s = best.time.total_s
+        if step_s <= bound_s * NEAR:
             break
-        waves = _Waves(given, rival)
-        least_s = waves.least_s(static) if bound.counts_waves else ()
-        if any(bound.given(waves_s) >= best.time.total_s for waves_s in least_s):
+        waves = own if rival.of_own else _Waves(given, rival)
+        if any(least_s >= step_s for least_s in waves.least_s(static, bound)):
             continue
-        if rival.in_bytes and held is not None and not in_time():
+        more_s = composing_s(rival.waves)
+        if not rival.due and not effort.allows(waves.forming_s(rival.waves) + more_s, step_s):
             continue
         try:
             found = waves.with_room
         except NoRoomError:
             continue  # at one degree for all, items may have room nowhere
         for other in rival.options:
-            if bound.given(found.makespan_s) < best.time.total_s:
-                planned += not rival.in_bytes  # those are counted
-                packed = replace(waves.packed, options=other)
-                made = improved(_composed(samples, units, step, packed, found), waves)
-                best = min(best, made, key=lambda each: each.time.total_s)
+            step_s = best.time.total_s
+            due = rival.due and other == rival.options[0]
+            if bound.of(found) >= step_s or not effort.spend(more_s, np.inf if due else step_s):
+                continue
+            packed = replace(waves.packed, options=other)
+            made = improved(_composed(samples, units, step, packed, found), waves)
+            best = min(best, made, key=lambda each: each.time.total_s)
     report = StageReport(
         stage="step",
         algorithm=best.options.strategy,
@@ -196,7 +200,7 @@ def compose_step(
 class _Composed:
     """A plan by `options`, and what its stages have to report: `items` as they were drawn; the
     slowest replicas of all waves take `encoded_s` float64[modalities], and no phase takes less than
-    `encoding_s` float64[phases]."""
+    `encoding_s` float64[phases]. The busiest stage works for `busy_s`."""
 
     options: PlanOptions
     packed: PackedStep
@@ -206,6 +210,7 @@ class _Composed:
     items: EncoderItems
     encoded_s: NDArray[np.float64]
     encoding_s: NDArray[np.float64]
+    busy_s: float
     time: StepTime
     reports: tuple[StageReport, ...]
 
@@ -242,13 +247,15 @@ class _Composed:
 
 class _Given(NamedTuple):
     """What all variants of a plan have in common: `units` int32[m] of the items, None where they
-    are whole, and the `room` that these share with the decoder, None where they need none."""
+    are whole; the `room` that these share with the decoder, None where they need none; and the
+    `effort` that forming waves is counted in."""
 
     lengths: LengthTable
     units: NDArray[np.int32] | None
     topology: Topology
     limits: IsfLimits | None
     room: EncoderRoom | None
+    effort: Effort
 
 
 class _Waves:
@@ -289,7 +296,7 @@ class _Waves:
             return None
 
     def _in_room(self, found: ContextWaves) -> ContextWaves:
-        lengths, units, _, _, room = self._given
+        lengths, units, room = self._given.lengths, self._given.units, self._given.room
         if room is None:
             return found
 
@@ -300,18 +307,25 @@ class _Waves:
             found, waves=waves_in_room(lengths, units, self.packed, found.waves, room, group)
         )
 
-    def least_s(self, static: StaticBounds) -> Iterator[float]:
-        """What static waves take at least, what is quick to tell first; nothing is told of others.
-        What has no room leaves its wave, but for the slowest pack."""
+    def least_s(self, static: StaticBounds, bound: StepBound) -> Iterator[float]:
+        """What a step of static waves takes at least, what is quick to tell first; nothing is told
+        of others. What has no room leaves its wave, but for the slowest pack."""
         options = self._options
         if options.stages.context != "static":
             return
         degree = static_degree(self._given.lengths, self._given.topology.replicas, options)
         least = static.of_any(degree, options)
-        yield max(least)
-        if static.packs_stay(degree, options):
-            yield from static.of_packs(degree, options, least.spread_s)
-            yield self.formed.makespan_s
+        yield bound.given(max(least.spread_s, least.longest_s), mean_s=least.mean_s)
+        if bound.counts_waves and static.packs_stay(degree, options):
+            yield from map(bound.given, static.of_packs(degree, options, least.spread_s))
+            yield bound.of(self.formed)
+
+    def forming_s(self, waves: int) -> float:
+        """About what forming so many of them will take; next to nothing where they are static or
+        formed already."""
+        if "formed" in self.__dict__ or self._options.stages.context == "static":
+            return 0.0
+        return forming_s(len(self._given.lengths), waves, self._given.topology.replicas)
 
     def _packed(self, lengths: LengthTable, options: PlanOptions) -> PackedStep:
         """What the group stage is given."""
@@ -326,6 +340,7 @@ class _Waves:
             degree=degree,
             topology=topology,
             options=options,
+            effort=self._given.effort,
             full_attention=full_attention(lengths, options.full_attention),
         )
 
@@ -364,8 +379,9 @@ def _composed(
         near = keep_near(grouped, items, parts)
     grouped, pieces = place_items(grouped, items, encoding_s, topology, options, near=near)
     phases = step_phases(grouped, pieces, options.cost, topology)
+    times = chunk_times(phases, topology)
     order, ordered = order_waves(
-        chunk_times(phases, topology),
+        times,
         algorithm=stages.order,
         stages=topology.pipeline_stages,
         virtual_stages=topology.virtual_stages,
@@ -385,6 +401,7 @@ def _composed(
         items=items,
         encoded_s=phases.encode.max(axis=2).sum(axis=0),
         encoding_s=encoding_s,
+        busy_s=times.busiest_s(topology.pipeline_stages),
         time=time_phases(phases, grouped, pieces, topology, options.cost),
         reports=tuple(report for report in (seated, ordered) if report is not None),
     )
@@ -392,13 +409,16 @@ def _composed(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Variant:
-    """Plans of the same packs and groups, which only later stages tell apart. `unpadded`: priced as
-    a trainer that packs computes it, although the algorithm is a baseline's that pads. `in_bytes`:
-    it differs in how many tokens leave room for encoders."""
+    """Plans of the same packs and groups, which only later stages tell apart, in about so many
+    `waves`. `of_own`: those of the step's own plan. `unpadded`: priced as a trainer that packs
+    computes it, although the algorithm is a baseline's that pads. `due`: the first is compared
+    whatever that takes."""
 
     options: tuple[PlanOptions, ...]
+    waves: int = 0
+    of_own: bool = False
     unpadded: bool = False
-    in_bytes: bool = False
+    due: bool = False
 
 
 def _decides_all(options: PlanOptions) -> bool:
@@ -412,26 +432,22 @@ def _rivals(
     topology: Topology,
     options: PlanOptions,
     whole: PlanOptions,
+    own: _Composed,
 ) -> Iterator[_Variant]:
-    """What strategy `full` compares its own plan with. `whole`: the options with all the tokens
+    """What strategy `full` compares its `own` plan with. `whole`: the options with all the tokens
     that memory holds."""
-    stages = STRATEGIES["full"]
+    stages, waves = STRATEGIES["full"], len(own.found.waves)
     if options.memory_tokens < whole.memory_tokens:
         least = least_for(lengths, topology, options)
         if len(lengths) <= FEW_SAMPLES:  # else many leave their waves, and are grouped six times
-            yield _Variant(options=(whole,), in_bytes=True)
+            yield _Variant(options=(whole,), waves=waves)
         for part in ROOMIER:
             tokens = max(least, int(options.memory_tokens * part))
-            yield _Variant(options=(replace(options, memory_tokens=tokens),), in_bytes=True)
+            yield _Variant(options=(replace(options, memory_tokens=tokens),), waves=waves)
     if topology.replicas_meet == "step" or options.cost.step.version:
-        yield _Variant(options=(replace(options, dispatch="home"),))
+        yield _Variant(options=(replace(options, dispatch="home"),), waves=waves, of_own=True)
     if topology.pipeline_stages > 1:
-        # Smaller microbatches fill a pipeline sooner; each has its own fixed cost.
-        longest = int(lengths.llm_tokens.max())
-        for parts in SMALLER:
-            smaller = replace(options, memory_tokens=int(options.memory_tokens / parts))
-            if smaller.longest_sample_tokens(topology.replicas) >= longest:
-                yield _Variant(options=(smaller,))
+        yield from _smaller(lengths, topology, options, own)
     unnamed = dict.fromkeys(("pack", "context", "assign", "order", "dispatch"))
     for name in BASELINES:
         plain = replace(options, strategy=name, **unnamed)  # type: ignore[arg-type]
@@ -440,16 +456,36 @@ def _rivals(
         except PlanningError:  # the step's own plan is of any degree: a rival may be too
             plain = replace(plain, static_degree=None)
         # By itself it would leave room for encoders at its own degree.
-        own = beside_encoders(
+        level = beside_encoders(
             lengths, held, topology, replace(plain, memory_tokens=whole.memory_tokens)
         )
-        for each in (own,) if own == plain else (own, plain):
+        for each in (level,) if level == plain else (level, plain):
             seats = replace(
                 each, assign=stages.assign, order=stages.order, dispatch=stages.dispatch
             )
-            yield _Variant(options=(seats, each), unpadded=True, in_bytes=each != own)
-        if own.stages.pack.startswith("padded") and held is not None:
-            yield _Variant(options=(own,))  # other packs leave its waves where padding is paid for
+            yield _Variant(options=(each, seats), waves=waves, unpadded=True, due=held is None)
+        if level.stages.pack.startswith("padded") and held is not None:
+            # Other packs leave its waves where padding is paid for.
+            yield _Variant(options=(level,), waves=waves)
+
+
+def _smaller(
+    lengths: LengthTable, topology: Topology, options: PlanOptions, own: _Composed
+) -> Iterator[_Variant]:
+    """Smaller microbatches, those first that promise most: a pipeline fills and drains sooner by
+    as much as there are more of them, and each costs what a group always takes. What items do in
+    smaller waves is not foreseen, so the others are compared, too, while there is time."""
+    waves, step_s = len(own.found.waves), own.time.total_s
+    fixed_s = options.cost.llm.group_s * busiest_parts(topology, 1.0, np.zeros(MODALITIES)).decoder
+    longest = int(lengths.llm_tokens.max())
+    found = []
+    for parts in SMALLER:
+        smaller = replace(options, memory_tokens=int(options.memory_tokens / parts))
+        if smaller.longest_sample_tokens(topology.replicas) < longest:
+            break
+        about_s = own.busy_s + waves * (parts - 1) * fixed_s + (step_s - own.busy_s) / parts
+        found.append((about_s, _Variant(options=(smaller,), waves=int(waves * parts) + 1)))
+    yield from (variant for _, variant in sorted(found, key=lambda each: each[0]))
 
 
 def _grouped_plan(

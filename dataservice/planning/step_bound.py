@@ -16,6 +16,7 @@ from dataservice.core.layout import padded_tokens
 from dataservice.core.plan_options import CostModel, PlanOptions
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
+from dataservice.planning.context.groups import ContextWaves
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.stages.group import full_attention
 
@@ -60,10 +61,19 @@ class StepBound:
         """Whether a step takes longer the longer its waves take, one by one."""
         return self._meet
 
-    def given(self, waves_s: float) -> float:
-        """The least that a step takes whose waves' makespans are at least `waves_s` in sum: those
-        of one plan, or a bound of all of them. Without effect where replicas meet once a step."""
-        decoder_s = max(self._decoder_s, waves_s) if self._meet else self._decoder_s
+    def of(self, waves: ContextWaves) -> float:
+        """The least that a step of these waves takes: in sum as long as the slowest group of each
+        or, where replicas meet once a step, as what they do in the mean."""
+        if self._meet:
+            return self.given(waves.makespan_s)
+        work_s = sum(float(wave.time_s @ wave.degrees) for wave in waves.waves)
+        return self.given(mean_s=work_s / self._topology.replicas)
+
+    def given(self, waves_s: float = 0.0, *, mean_s: float = 0.0) -> float:
+        """The least that a step takes whose waves' makespans are at least `waves_s` in sum, those
+        of one plan or a bound of all of them, and whose replicas decode for at least `mean_s` in
+        the mean. `waves_s` is without effect where replicas meet once a step."""
+        decoder_s = max(self._decoder_s, mean_s, waves_s if self._meet else 0.0)
         stage_s = _busiest_stage(
             decoder_s, self._encoders_s, self._topology, self._cost, self._parts
         )

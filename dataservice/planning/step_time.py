@@ -175,6 +175,11 @@ class ChunkTimes(NamedTuple):
     backward: NDArray[np.float64]
     outside_s: float
 
+    def busiest_s(self, stages: int) -> float:
+        """What the stage with most to do works for."""
+        of_chunk = (self.forward + self.backward).sum(axis=0)
+        return float(of_chunk.reshape(-1, stages).sum(axis=0).max()) + self.outside_s
+
 
 def chunk_times(phases: Phases, topology: Topology) -> ChunkTimes:
     """Every wave as its slowest replica in each phase has it."""

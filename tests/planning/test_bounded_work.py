@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import workloads
+from benchmarks.planning.adversarial import text_only
 from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.memory import MemoryModel
 from dataservice.core.plan_options import CostModel, PlanOptions
@@ -197,6 +198,60 @@ def test_plans_in_bytes_are_compared_only_while_the_step_is_worth_it(monkeypatch
         )
         tried.append(grouped.size)
     assert tried == [1, 1 + 2], "its own waves alone, and those with more room for clips"
+
+
+SOON = ContextCost(
+    attention_s_per_token2=1e-12, linear_s_per_token=1e-7, group_s=1e-5,
+    ring_intra_s_per_token=1e-8, ring_inter_s_per_token=1e-7, ring_hop_s=1e-7,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("stages", "meet"), [(4, "wave"), (1, "step"), (4, "step")])
+def test_a_large_step_is_planned_by_no_more_waves_than_it_is_worth(monkeypatch, stages, meet):
+    """Half a memory each, so that smaller microbatches take wide groups and many waves."""
+    samples = workloads.step_samples(text_only(np.full(8192, MEMORY // 2 + 1)))
+    topology = Topology(
+        world_size=64 * stages,
+        ranks_per_replica=stages,
+        pipeline_stages=stages,
+        replicas_per_node=8,
+        replicas_meet=meet,
+    )
+    waves, step_s = [], []
+    for cost in (SOON, COST):
+        formed = Counted(
+            monkeypatch,
+            compose,
+            "group_packs",
+            lambda packed: packed.options.strategy == "full",
+        )
+        plan = compose_step(
+            samples,
+            step=0,
+            topology=topology,
+            options=PlanOptions(memory_tokens=MEMORY, cost=CostModel(llm=cost)),
+        )
+        waves.append(formed.size)
+        step_s.append(plan.predicted_s)
+    assert step_s[0] < 5.0 < step_s[1], "one worth 50 ms at most, and one that is worth more"
+    if stages == 1:
+        assert waves == [1, 1], "items at home have the waves of the plan itself"
+    else:
+        assert waves[0] == 1 < waves[1]
+
+
+def test_baselines_that_work_too_much_are_not_formed_where_replicas_meet_once(monkeypatch):
+    """Padded to their longest, and in rings of all that the longest needs."""
+    samples = workloads.step_samples(workloads.vlm_long(2000))
+    formed = Counted(
+        monkeypatch,
+        compose,
+        "group_packs",
+        lambda packed: packed.options.strategy in compose.BASELINES,
+    )
+    topology = Topology(world_size=64, replicas_per_node=8, replicas_meet="step")
+    compose_step(samples, step=0, topology=topology, options=PlanOptions(memory_tokens=MEMORY))
+    assert formed.size == 0
 
 
 def test_an_item_passes_over_full_ranks_only_so_often():

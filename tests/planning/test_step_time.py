@@ -23,7 +23,13 @@ from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_progr
 from dataservice.planning.stages.dispatch import encoder_items
 from dataservice.planning.stages.static_bounds import StaticBounds
 from dataservice.planning.step_bound import StepBound
-from dataservice.planning.step_time import FORWARD_SHARE, rank_seconds, step_phases, step_seconds
+from dataservice.planning.step_time import (
+    FORWARD_SHARE,
+    rank_seconds,
+    step_phases,
+    step_seconds,
+    time_phases,
+)
 from tests.planning.step_samples import MEMORY, step_samples
 
 FREE = PhaseCost(linear_s_per_token=0.0)
@@ -384,6 +390,48 @@ def test_the_bound_of_a_step_is_below_the_best_of_all_its_plans(meet, stages, se
     assert report.lower_bound <= best_s * (1 + 1e-9)
     assert best_s <= made.predicted_s * (1 + 1e-9)
     assert made.predicted_s <= 1.15 * best_s
+
+
+@pytest.mark.parametrize("meet", ["wave", "step"])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_that_is_compared_ends_before_the_bound_of_its_waves(
+    monkeypatch, meet, stages, seed
+):
+    samples = step_samples(60, seed, longest=800)
+    topology = Topology(
+        world_size=6 * stages,
+        ranks_per_replica=stages,
+        pipeline_stages=stages,
+        replicas_meet=meet,
+    )
+    options = PlanOptions(memory_tokens=420, cost=RICH)
+    bound = StepBound(samples.lengths, topology, options)
+    compared, waves, group = [], [], compose_module.group_packs
+
+    def timed(phases, plan, *values):
+        time = time_phases(phases, plan, *values)
+        compared.append((plan, time.total_s))
+        return time
+
+    def grouped(packed):
+        waves.append(group(packed))
+        return waves[-1]
+
+    monkeypatch.setattr(compose_module, "time_phases", timed)
+    monkeypatch.setattr(compose_module, "group_packs", grouped)
+    compose_step(samples, step=0, topology=topology, options=options)
+    assert len(compared) > 5
+    for plan, total_s in compared:
+        seconds = sorted(plan.pack_seconds)
+        (made,) = {
+            bound.of(each)
+            for each in waves
+            if sorted(np.concatenate([w.time_s for w in each.waves])) == seconds
+        }
+        assert bound.given() <= made <= total_s * (1 + 1e-9)
+        if stages == 1 and meet == "step":
+            assert made >= (plan.pack_seconds * plan.pack_degree).sum() / 6
 
 
 def test_a_stage_of_its_own_for_encoders_has_no_part_of_the_decoder():

@@ -19,29 +19,27 @@ from dataservice.planning.context.groups import (
 from dataservice.planning.context.many import find_many_waves
 from dataservice.planning.context.units import Degrees
 from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.stages.effort import Effort, forming_s, joint_s
 from dataservice.planning.stages.pack import Packed
 
 # Packs that level many samples are quick. Those formed jointly with their groups take longer and
 # are tried where samples are few and the quick ones end this far from the bound.
 FEW_SAMPLES = 8192
 _FEW_BESIDE_ENCODERS = 1024  # where what has no room leaves its wave, and is grouped again
-_JOINT_S, _BOTH_WAYS = 5e-6, 1.5  # what one of them takes about, and times that with η
-# What planning may take for the sake of a better plan: so long, or this part of the step. What work
-# takes is told by its size, never by a clock, so that plans are the same everywhere.
-LEAST_S, SHARE = 0.05, 0.01
 WORTH_TRYING = 1.003
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedStep:
     """What the group stage is given: `tokens` int64[n] true lengths, what the pack stage made of
-    them, and the `degree` of static context."""
+    them, the `degree` of static context, and the `effort` that forming waves is counted in."""
 
     tokens: NDArray[np.int64]
     packed: Packed
     degree: int
     topology: Topology
     options: PlanOptions
+    effort: Effort
     full_attention: NDArray[np.float64] | None = None
     """η float64[n], None where all attention is causal."""
 
@@ -106,9 +104,10 @@ def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
     near = many.makespan_s <= many.lower_bound_s * WORTH_TRYING
     apart = EncoderRoom.of(step.options.memory, step.topology) is None
     few = FEW_SAMPLES if apart else _FEW_BESIDE_ENCODERS
-    takes_s = _JOINT_S * len(step.tokens) * (1.0 if step.full_attention is None else _BOTH_WAYS)
-    worth_it = takes_s <= max(LEAST_S, SHARE * many.makespan_s)
-    if near or len(step.tokens) > few or not worth_it:
+    if near or len(step.tokens) > few:
+        return many
+    takes_s = joint_s(len(step.tokens), len(many.waves), both_ways=step.full_attention is not None)
+    if not step.effort.spend(takes_s, many.makespan_s / step.topology.pipeline_stages):
         return many
     joint = _joint(step, degrees)
     better = min(joint, many, key=lambda waves: waves.makespan_s)
@@ -116,7 +115,7 @@ def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
 
 
 def _many(step: PackedStep, degrees: Degrees) -> ContextWaves:
-    return find_many_waves(
+    many = find_many_waves(
         step.tokens,
         ranks=step.topology.replicas,
         memory_tokens=step.options.memory_tokens,
@@ -125,6 +124,8 @@ def _many(step: PackedStep, degrees: Degrees) -> ContextWaves:
         ranks_per_node=step.topology.replicas_per_node,
         degrees=degrees,
     )
+    step.effort.take(forming_s(len(step.tokens), len(many.waves), step.topology.replicas))
+    return many
 
 
 def _joint(step: PackedStep, degrees: Degrees) -> ContextWaves:

@@ -33,8 +33,7 @@ def order_waves(
     before = simulate_1f1b(forward, backward, virtual_stages=virtual_stages).makespan_s
     order = put_in_order(forward, backward, virtual_stages=virtual_stages)
     after = simulate_1f1b(forward[order], backward[order], virtual_stages=virtual_stages).makespan_s
-    busiest = float((forward + backward).sum(axis=0).reshape(virtual_stages, stages).sum(0).max())
-    return order, _report(algorithm, before, after, busiest)
+    return order, _report(algorithm, before, after, times.busiest_s(stages) - times.outside_s)
 
 
 def _as_formed(

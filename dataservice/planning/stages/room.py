@@ -25,9 +25,6 @@ from dataservice.planning.stages.group import PackedStep, full_attention
 # Of the tokens that leave room for all items, what a wave is given where most bytes are in pieces
 # near the largest: in rooms full to the brim, they go where there is room and not where time is.
 _LEVEL, _LARGE_PIECES = 0.96, 0.8
-# Seconds of one core that planning a sample and a piece takes about.
-_SAMPLE_S, _PIECE_S = 1.5e-6, 2e-7
-_ALONE_S = 3e-7  # of a sample, where encoders have memory of their own
 _NEAR = 0.999
 
 
@@ -44,14 +41,6 @@ def beside_encoders(
         tokens = int(tokens * _LEVEL)
     tokens = max(tokens, least_for(lengths, topology, options))
     return replace(options, memory_tokens=min(tokens, options.memory_tokens))
-
-
-def planning_s(lengths: LengthTable, held: AllBytes | None) -> float:
-    """About what planning these samples once takes, in seconds; more where encoders share the
-    memory."""
-    if held is None:
-        return _ALONE_S * len(lengths)
-    return _SAMPLE_S * len(lengths) + _PIECE_S * held.pieces
 
 
 def bound_in_bytes(

@@ -27,11 +27,13 @@ _PARTS, _MANY = (1 / 8, 1 / 2, 1.0), 8192
 
 
 class StaticBound(NamedTuple):
-    """What static waves take in sum at least: all work, spread over all replicas; or the sample
-    that takes longest alone, beside the least of all other waves."""
+    """What static waves take in sum at least: all work, spread over all groups of a wave; or the
+    sample that takes longest alone, beside the least of all other waves. And what each replica
+    does in the mean."""
 
     spread_s: float
     longest_s: float
+    mean_s: float
 
 
 class StaticBounds:
@@ -87,8 +89,13 @@ class StaticBounds:
         crosses = self._crosses(degree)
         longest_s = float(llm.group_times_s(longest_tokens, squares[longest], degree, crosses))
         spread_s, packs = self._spread(self._tokens, self._sum_squares, degree, options)
-        waves = -(-packs // (self._topology.replicas // degree))
-        return StaticBound(spread_s=spread_s, longest_s=longest_s + (waves - 1) * llm.group_s)
+        per_wave = self._topology.replicas // degree
+        waves = -(-packs // per_wave)
+        return StaticBound(
+            spread_s=spread_s,
+            longest_s=longest_s + (waves - 1) * llm.group_s,
+            mean_s=spread_s * per_wave * degree / self._topology.replicas,
+        )
 
     def _crosses(self, degree: int) -> bool:
         """Whether every group of that degree crosses nodes."""
