@@ -67,8 +67,10 @@ from dataservice.planning.validate import check_packs
 # A plan this close to the bound of the whole step is not compared with others.
 NEAR = 1.001
 BASELINES: tuple[Strategy, ...] = ("packing", "length_grouped", "random")
-# Into how many parts the memory of a replica is cut for the microbatches of a pipeline.
-SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8)
+# Into how many parts the memory of a replica is cut for the microbatches of a pipeline; or what a
+# wave of the step's own plan fills of it, as memory may be there for far more than a step has.
+SMALLER = (2**0.5, 2, 2 * 2**0.5, 4, 8, 16)
+ALIKE = 1.1  # of two sizes less than this apart, one is tried
 # Where encoders share the memory, the part of the tokens that would fit in an average wave: then
 # fewer waves have more to encode than they have room for.
 ROOMIER = (0.92, 0.84)
@@ -127,7 +129,7 @@ def compose_step(
     room = EncoderRoom.of(options.memory, topology) if len(lengths.item_modality) else None
     held = None if room is None else room.of_all(lengths)
     options = beside_encoders(lengths, held, topology, whole)
-    effort = Effort()
+    effort = Effort(bound.given())
     given = _Given(lengths, units, topology, limits, room, effort)
     own = _Waves(given, _Variant(options=(options,)))
     packed, found = own.packed, own.with_room
@@ -151,7 +153,7 @@ def compose_step(
         once = not bound.counts_waves
         worth = made.balances_items if once else made.waits_for_encoders
         more_s = composing_s(len(made.found.waves))
-        if not worth or not effort.spend(more_s, best.time.total_s):
+        if not worth or not effort.spend(more_s):
             return made
         found = made.found if once else waves.gathered(made)
         if found is None:
@@ -163,28 +165,31 @@ def compose_step(
     done = done or not _decides_all(options) or len(lengths) == 0
     if not done:
         best = improved(best, own)
-    for rival in () if done else _rivals(lengths, held, topology, options, whole, first):
-        step_s = best.time.total_s
+    plans = [first]
+    for rival in () if done else _rivals(lengths, held, topology, options, whole, plans):
+        step_s = effort.step_s = best.time.total_s
         if step_s <= bound_s * NEAR:
             break
         waves = own if rival.of_own else _Waves(given, rival)
         if any(least_s >= step_s for least_s in waves.least_s(static, bound)):
             continue
         more_s = composing_s(rival.waves)
-        if not rival.due and not effort.allows(waves.forming_s(rival.waves) + more_s, step_s):
+        if not rival.due and not effort.allows(waves.forming_s(rival.waves) + more_s):
             continue
         try:
             found = waves.with_room
         except NoRoomError:
             continue  # at one degree for all, items may have room nowhere
         for other in rival.options:
-            step_s = best.time.total_s
-            due = rival.due and other == rival.options[0]
-            if bound.of(found) >= step_s or not effort.spend(more_s, np.inf if due else step_s):
-                continue
+            if bound.of(found) >= best.time.total_s:
+                break
+            if rival.due and other == rival.options[0]:
+                effort.take(more_s)
+            elif not effort.spend(more_s):
+                break
             packed = replace(waves.packed, options=other)
-            made = improved(_composed(samples, units, step, packed, found), waves)
-            best = min(best, made, key=lambda each: each.time.total_s)
+            plans.append(improved(_composed(samples, units, step, packed, found), waves))
+            best = min(best, plans[-1], key=lambda each: each.time.total_s)
     report = StageReport(
         stage="step",
         algorithm=best.options.strategy,
@@ -432,11 +437,11 @@ def _rivals(
     topology: Topology,
     options: PlanOptions,
     whole: PlanOptions,
-    own: _Composed,
+    made: list[_Composed],
 ) -> Iterator[_Variant]:
-    """What strategy `full` compares its `own` plan with. `whole`: the options with all the tokens
-    that memory holds."""
-    stages, waves = STRATEGIES["full"], len(own.found.waves)
+    """What strategy `full` compares its own plan with, the first that was `made`; all plans of
+    rivals are added to those. `whole`: the options with all the tokens that memory holds."""
+    stages, waves = STRATEGIES["full"], len(made[0].found.waves)
     if options.memory_tokens < whole.memory_tokens:
         least = least_for(lengths, topology, options)
         if len(lengths) <= FEW_SAMPLES:  # else many leave their waves, and are grouped six times
@@ -447,7 +452,7 @@ def _rivals(
     if topology.replicas_meet == "step" or options.cost.step.version:
         yield _Variant(options=(replace(options, dispatch="home"),), waves=waves, of_own=True)
     if topology.pipeline_stages > 1:
-        yield from _smaller(lengths, topology, options, own)
+        yield from _smaller(lengths, topology, options, made)
     unnamed = dict.fromkeys(("pack", "context", "assign", "order", "dispatch"))
     for name in BASELINES:
         plain = replace(options, strategy=name, **unnamed)  # type: ignore[arg-type]
@@ -470,22 +475,39 @@ def _rivals(
 
 
 def _smaller(
-    lengths: LengthTable, topology: Topology, options: PlanOptions, own: _Composed
+    lengths: LengthTable,
+    topology: Topology,
+    options: PlanOptions,
+    made: list[_Composed],
 ) -> Iterator[_Variant]:
     """Smaller microbatches, those first that promise most: a pipeline fills and drains sooner by
-    as much as there are more of them, and each costs what a group always takes. What items do in
-    smaller waves is not foreseen, so the others are compared, too, while there is time."""
-    waves, step_s = len(own.found.waves), own.time.total_s
-    fixed_s = options.cost.llm.group_s * busiest_parts(topology, 1.0, np.zeros(MODALITIES)).decoder
-    longest = int(lengths.llm_tokens.max())
-    found = []
-    for parts in SMALLER:
-        smaller = replace(options, memory_tokens=int(options.memory_tokens / parts))
-        if smaller.longest_sample_tokens(topology.replicas) < longest:
-            break
-        about_s = own.busy_s + waves * (parts - 1) * fixed_s + (step_s - own.busy_s) / parts
-        found.append((about_s, _Variant(options=(smaller,), waves=int(waves * parts) + 1)))
-    yield from (variant for _, variant in sorted(found, key=lambda each: each[0]))
+    as much as there are more of them, and each costs what a group always takes. What a plan `made`
+    of some takes beyond that, as items do in small waves, is taken to grow with their number."""
+    own = made[0]
+    waves, waiting_s = len(own.found.waves), own.time.total_s - own.busy_s
+    part = busiest_parts(topology, 1.0, np.zeros(MODALITIES)).decoder
+    fixed_s = waves * part * options.cost.llm.group_s
+    longest, limit = int(lengths.llm_tokens.max()), options.memory_tokens
+    needed = -(-int(lengths.llm_tokens.sum(dtype=np.int64)) // (topology.replicas * waves))
+    left: dict[int, PlanOptions] = {}  # by tokens
+    for tokens in (int(most / parts) for most in (limit, needed) for parts in SMALLER):
+        smaller = replace(options, memory_tokens=tokens)
+        new = all(max(tokens, other) > ALIKE * min(tokens, other) for other in (limit, *left))
+        if new and smaller.longest_sample_tokens(topology.replicas) >= longest:
+            left[tokens] = smaller
+    beyond_s = 0.0
+    while left:
+        more = {each: max(needed / each, 1.0) - 1.0 for each in left}  # waves, for each of the own
+        plain_s = {
+            each: own.busy_s + waiting_s / (1.0 + more[each]) + more[each] * fixed_s
+            for each in left
+        }
+        tokens = min(left, key=lambda each: plain_s[each] + more[each] * beyond_s)
+        before = len(made)
+        yield _Variant(options=(left.pop(tokens),), waves=int(waves * (1 + more[tokens])) + 1)
+        if more[tokens] > 0:
+            found_s = min(plan.time.total_s for plan in made[before:] or made)  # refused: no less
+            beyond_s = (found_s - plain_s[tokens]) / more[tokens]
 
 
 def _grouped_plan(

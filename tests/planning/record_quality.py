@@ -134,6 +134,9 @@ CASES: dict[str, Callable[[], Seconds]] = {
     "video, 4 stages": lambda: step(
         workloads.video(336), replicas=8, stages=4, memory_tokens=16_384, cost=SLOW_RING
     ),
+    "image-text, 8 stages with memory for far more": lambda: step(
+        workloads.vlm_sft(256, 1), replicas=16, stages=8, memory_tokens=131_072
+    ),
     "image-text, 8 replicas meet at the end": lambda: step(
         workloads.vlm_sft(216, 8), replicas=8, memory_tokens=4096, cost=SLOW_RING, meet="step"
     ),

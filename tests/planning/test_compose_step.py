@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import workloads
+from benchmarks.planning.adversarial import COSTS
 from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan import StepPlan
@@ -277,3 +278,22 @@ def test_replicas_that_meet_once_a_step_encode_as_much_over_all_waves(order):
     )
     validate_plan(made, memory_tokens=1000, sample_count=512)
     assert made.stages[-1].gap < 0.03
+
+
+@pytest.mark.parametrize(
+    ("mix", "cost"), [("vlm_sft", "7B"), ("long_text", "1B"), ("vlm_long", "7B")]
+)
+def test_more_memory_than_a_step_needs_makes_no_pipeline_slower(mix, cost):
+    """`memory_tokens` is a limit: where it holds a whole step, microbatches are still small."""
+    samples = workloads.step_samples(getattr(workloads, mix)(128, 1))
+    topology = Topology(world_size=64, ranks_per_replica=8, pipeline_stages=8, replicas_per_node=8)
+    took_s = [
+        compose_step(
+            samples,
+            step=0,
+            topology=topology,
+            options=PlanOptions(memory_tokens=tokens, cost=CostModel(llm=COSTS[cost])),
+        ).predicted_s
+        for tokens in (8192, 32_768, 131_072)
+    ]
+    assert max(took_s) <= 1.05 * min(took_s)

@@ -41,21 +41,23 @@ def later_s(
 
 
 class Effort:
-    """What planning a step has taken so far, in seconds of the estimates above."""
+    """What planning a step has taken so far, in seconds of the estimates above, and what it may
+    take: the step has `step_s` at least, or in the best plan so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
         self.taken_s = 0.0
 
     def take(self, seconds: float) -> None:
         """Count what is done whatever it takes."""
         self.taken_s += seconds
 
-    def allows(self, seconds: float, step_s: float) -> bool:
-        """Whether planning a step of `step_s` may take so much more."""
-        return self.taken_s + seconds <= max(LEAST_S, SHARE * step_s)
+    def allows(self, seconds: float) -> bool:
+        """Whether it may take so much more."""
+        return self.taken_s + seconds <= max(LEAST_S, SHARE * self.step_s)
 
-    def spend(self, seconds: float, step_s: float) -> bool:
+    def spend(self, seconds: float) -> bool:
         """Whether it may; then it is counted."""
-        allowed = self.allows(seconds, step_s)
+        allowed = self.allows(seconds)
         self.taken_s += seconds * allowed
         return allowed

@@ -107,7 +107,7 @@ def _auto(step: PackedStep, degrees: Degrees) -> ContextWaves:
     if near or len(step.tokens) > few:
         return many
     takes_s = joint_s(len(step.tokens), len(many.waves), both_ways=step.full_attention is not None)
-    if not step.effort.spend(takes_s, many.makespan_s / step.topology.pipeline_stages):
+    if not step.effort.spend(takes_s):
         return many
     joint = _joint(step, degrees)
     better = min(joint, many, key=lambda waves: waves.makespan_s)
