@@ -92,19 +92,21 @@ def train_case(rank, case, place):
         stages=stages, virtual_stages=virtual_stages, rank=rank, world_size=stages * replicas,
         timeout_s=60, lane=f"{case} {place}", encoder_stage=layout.encoder_stage, encoder_cut=cut,
     ) as mesh:  # fmt: skip
+        made = mesh.communicators
         chunks = lay_out_model(model, layout)[mesh.stage :: stages]
         shard = shard_of(step_plan(samples, packs, encodes), samples, mesh.replica)
         hidden = HiddenStates(width=CONFIG.width, dtype=torch.float64)
         encoders = DemoEncoders(model, cut=cut) if spread or cut else None
         result = run_pipeline_step(chunks, shard, mesh, hidden, encoders=encoders)
         sum_tied_gradient(chunks, mesh)
+        made_later = mesh.communicators - made
     held = [*chunks, *([encoders] if spread else [])]
     mine = {id(weight) for part in held for weight in part.parameters()}
     grads = {name: p.grad for name, p in model.named_parameters() if id(p) in mine}
     others = [name for name, p in model.named_parameters() if p.grad is not None]
     return {
         "loss": result.loss, "grads": grads, "stage": mesh.stage, "parts": mesh.parts,
-        "strange": set(others) - grads.keys(), "result": result,
+        "strange": set(others) - grads.keys(), "result": result, "made": (made, made_later),
     }  # fmt: skip
 
 
@@ -147,6 +149,15 @@ def test_a_laid_out_pipeline_has_the_gradients_of_the_whole_model(trained, case)
                 assert (grad - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
         assert not answer[case]["strange"], "gradients are those of the stage's own chunks"
     assert seen == expected.keys()
+
+
+def test_all_communicators_are_made_with_the_mesh_wherever_encoders_run(trained):
+    for answer in trained.values():
+        for ((stages, virtual_stages, replicas), _), found in answer.items():
+            channels = 4 if stages > 2 or virtual_stages > 1 else 2
+            made, made_later = found["made"]
+            assert made <= channels + 1 + (replicas > 1)
+            assert made_later == 0
 
 
 def test_a_stage_reads_inputs_where_it_encodes_or_embeds(trained):

@@ -68,7 +68,7 @@ AnyAction = Action | EncoderAction
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A message between an encoder's layers on two stages, or between its last layer and the first
+    """What goes from an encoder's layers to its next ones, or from its last layer to the first
     chunk: what ``layer`` gave forward, or its gradient (``kind`` EB)."""
 
     kind: str
@@ -79,6 +79,17 @@ class Hop:
     def __str__(self) -> str:
         what = "features" if self.kind == ENCODE else "gradients"
         return f"{what} of encoder {self.encoder}, layer {self.layer}, microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderMessage:
+    """A hop from one stage to another. ``place``: between the action that gives it and the one that
+    takes it, where turn t of ``BubbleSchedule.turns`` begins at 2t, ends at 2t + 1."""
+
+    hop: Hop
+    sender: int
+    receiver: int
+    place: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +105,8 @@ class BubbleSchedule:
     def __post_init__(self) -> None:
         for microbatch, encoder in sorted(self._pieces):
             self._check_complete(microbatch, encoder)
-        self._check_channels()
-        deque(self.walk(), maxlen=0)  # raises where the stages wait for ever
+        self._check_encoded()
+        deque(self.turns, maxlen=0)  # raises where the stages wait for ever
 
     @cached_property
     def backbone(self) -> PipelineSchedule:
@@ -178,13 +189,10 @@ class BubbleSchedule:
         """All actions with their stages, in an order in which they can run."""
         return walk(self.actions, self.needs)
 
-    def stage_of(self, kind: str, microbatch: int, encoder: int, layer: int) -> int:
-        """The stage that runs a layer."""
-        return next(
-            stage
-            for stage, action in self._pieces[microbatch, encoder]
-            if action.kind == kind and action.first <= layer < action.end
-        )
+    @cached_property
+    def turns(self) -> dict[tuple[int, AnyAction], int]:
+        """Where each stage's actions stand in that order."""
+        return {step: turn for turn, step in enumerate(self.walk())}
 
     def runs(self, kind: str, microbatch: int, encoder: int, layer: int) -> bool:
         """Whether any stage runs a layer, forward or backward."""
@@ -193,53 +201,52 @@ class BubbleSchedule:
             for _, action in self._pieces[microbatch, encoder]
         )
 
-    def giver(self, hop: Hop) -> int:
-        """The stage that makes a message."""
-        last = self.encoder_layers[hop.encoder] - 1
-        if hop.kind == RETURN and hop.layer == last:
-            return self.home
-        above = hop.layer + (hop.kind == RETURN)
-        return self.stage_of(hop.kind, hop.microbatch, hop.encoder, above)
-
-    def taker(self, hop: Hop) -> int:
-        """The stage that takes a message."""
-        last = self.encoder_layers[hop.encoder] - 1
-        if hop.kind == ENCODE and hop.layer == last:
-            return self.home
-        above = hop.layer + (hop.kind == ENCODE)
-        return self.stage_of(hop.kind, hop.microbatch, hop.encoder, above)
-
-    def hops(self) -> dict[tuple[str, int, int, int], tuple[list[Hop], list[Hop]]]:
-        """(kind, encoder, sender, receiver) → the messages of this channel as they are sent, and as
-        they are taken. What a stage keeps for itself is no message."""
-        channels: dict[tuple[str, int, int, int], tuple[list[Hop], list[Hop]]] = {}
+    @cached_property
+    def messages(self) -> tuple[EncoderMessage, ...]:
+        """What stages send one another of encoders, in an order in which all of it may share one
+        communicator (``encoder_messages.py``). What a stage keeps for itself is no message."""
+        given: dict[Hop, tuple[int, int]] = {}  # stage, and where its action ends
+        taken: dict[Hop, tuple[int, int]] = {}  # stage, and where the action before begins
         for stage, actions in enumerate(self.actions):
+            before = 0
             for action in actions:
-                for place, hop in self._hops_of(stage, action):
-                    key = hop.kind, hop.encoder, self.giver(hop), self.taker(hop)
-                    if key[2] != key[3]:
-                        channels.setdefault(key, ([], []))[place].append(hop)
-        return channels
+                begin = 2 * self.turns[stage, action]
+                for takes, hop in self._hops_of(stage, action):
+                    if takes:
+                        taken[hop] = stage, before
+                    else:
+                        given[hop] = stage, begin + 1
+                before = begin
+        messages = []
+        for hop, (sender, place) in given.items():
+            receiver, ahead = taken[hop]
+            if hop.kind == ENCODE:
+                place = max(place, ahead)
+            if sender != receiver:
+                messages.append(
+                    EncoderMessage(hop=hop, sender=sender, receiver=receiver, place=place)
+                )
+        return tuple(sorted(messages, key=lambda message: message.place))
 
-    def _hops_of(self, stage: int, action: AnyAction) -> Iterator[tuple[int, Hop]]:
-        """Messages of an action: 0 for those that it sends, 1 for those that it takes."""
+    def _hops_of(self, stage: int, action: AnyAction) -> Iterator[tuple[bool, Hop]]:
+        """What an action gives or takes, and whether it takes it."""
         if isinstance(action, Action):
             if self.is_first(stage, action):
                 for encoder, layers in enumerate(self.encoder_layers):
                     if action.kind == FORWARD:
-                        yield 1, Hop(ENCODE, encoder, action.microbatch, layers - 1)
+                        yield True, Hop(ENCODE, encoder, action.microbatch, layers - 1)
                     elif self.returns(encoder):
-                        yield 0, Hop(RETURN, encoder, action.microbatch, layers - 1)
+                        yield False, Hop(RETURN, encoder, action.microbatch, layers - 1)
             return
         key = action.encoder, action.microbatch
         if action.kind == ENCODE:
             if action.first > 0:
-                yield 1, Hop(ENCODE, *key, action.first - 1)
-            yield 0, Hop(ENCODE, *key, action.end - 1)
+                yield True, Hop(ENCODE, *key, action.first - 1)
+            yield False, Hop(ENCODE, *key, action.end - 1)
             return
-        yield 1, Hop(RETURN, *key, action.end - 1)
+        yield True, Hop(RETURN, *key, action.end - 1)
         if self.runs(RETURN, action.microbatch, action.encoder, action.first - 1):
-            yield 0, Hop(RETURN, *key, action.first - 1)
+            yield False, Hop(RETURN, *key, action.first - 1)
 
     def _last(self, kind: str, microbatch: int, encoder: int) -> tuple[int, EncoderAction]:
         pieces = self._pieces[microbatch, encoder]
@@ -280,7 +287,7 @@ class BubbleSchedule:
                 f"{self.backbone.microbatches}"
             )
 
-    def _check_channels(self) -> None:
+    def _check_encoded(self) -> None:
         missing = [
             f"microbatch {microbatch} of encoder {encoder}"
             for microbatch in range(self.backbone.microbatches)
@@ -289,12 +296,6 @@ class BubbleSchedule:
         ]
         if missing:
             raise LayoutError(f"no stage encodes {missing[0]}; every encoder needs all of them")
-        for (kind, encoder, sender, receiver), (sent, taken) in self.hops().items():
-            if sent != taken:
-                raise LayoutError(
-                    f"stage {receiver} takes the {kind} messages of encoder {encoder} from stage "
-                    f"{sender} in another order than they are sent; run microbatches in one order"
-                )
 
     def __str__(self) -> str:
         return "\n".join(

@@ -10,14 +10,10 @@ Contract
 --------
 Shapes: features are [rows, row width], of which the plan knows the rows; what one stage hands
 another between layers has the shape that the encoder says. Both sides read them from the
-microbatch. Order: a channel carries the messages of one encoder, one way, between two stages; the
-schedule was checked to take them in the order in which they are sent. A receive is posted one
-message ahead, a send never blocks. Failure: as for the messages between chunks.
+microbatch. Order: ``encoder_messages.py``. Failure: as for the messages between chunks.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -27,14 +23,15 @@ from torch.nn import Module
 from trainer_client.runtime.bubble_schedule import (
     ENCODE,
     RETURN,
+    AnyAction,
     BubbleSchedule,
     EncoderAction,
     Hop,
 )
 from trainer_client.runtime.clock import switch_phase
+from trainer_client.runtime.encoder_messages import EncoderMessages
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.linear_loss import LinearLogits
-from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.runtime.pipeline_mesh import PipelineMesh
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step import MultimodalModel
@@ -110,21 +107,10 @@ class ReadyFeatures:
         return self._chunk.decode(microbatch, features, attention)
 
 
-@dataclass(kw_only=True)
-class _Channel:
-    """One encoder's messages one way, between this stage and another. ``expected``: those that this
-    stage takes, in the order in which they are sent; the first of them is ``posted``."""
-
-    group: PeerGroup
-    expected: deque[Hop]
-    posted: tuple[Tensor, Transfer] | None = None
-
-
 class EncoderRuns:
     """One step's encoder actions of one stage, and the messages that they take and give.
 
-    Raises LayoutError where the schedule is of other encoders. Making one is collective over the
-    stages of a replica.
+    Raises LayoutError where the schedule is of other encoders.
     """
 
     def __init__(
@@ -140,15 +126,21 @@ class EncoderRuns:
         self._encoders = encoders
         self._planned = planned
         self._taken = taken
-        self._mesh = mesh
         self._schedule = schedule
         self._like = next(cast(Module, encoders).parameters()).detach()
         # Of each layer that ran: what it took and what it gave, until its backward.
         self._held: dict[tuple[int, int], list[tuple[Tensor | None, Tensor]]] = {}
         self._leaves: dict[tuple[int, int], Tensor] = {}  # features, of the first chunk
-        self._kept: dict[Hop, Tensor] = {}  # messages of this stage to itself
-        self._sent: list[Transfer] = []
-        self._channels = self._connect()
+        self._messages = EncoderMessages(
+            mesh,
+            schedule,
+            travels=lambda hop: self._items(hop.encoder, hop.microbatch),
+            room_for=self._room_for,
+        )
+
+    def begin(self, action: AnyAction) -> None:
+        """Before any action of the stage: post the messages whose turn has come."""
+        self._messages.begin(action)
 
     def receive(self, action: EncoderAction) -> Tensor | None:
         """Wait for what an action takes: hidden states, or a gradient; None where it takes none."""
@@ -156,7 +148,7 @@ class EncoderRuns:
         layer = action.first - 1 if action.kind == ENCODE else action.end - 1
         if layer < 0 or not self._items(*key):
             return None
-        return self._take(Hop(action.kind, *key, layer))
+        return self._messages.take(Hop(action.kind, *key, layer))
 
     def run(self, action: EncoderAction, taken: Tensor | None) -> None:
         """Run some layers of an encoder, and hand on what they give."""
@@ -184,7 +176,7 @@ class EncoderRuns:
                 continue
             last = self._schedule.encoder_layers[encoder] - 1
             if batch.items:
-                leaf = self._take(Hop(ENCODE, encoder, microbatch, last)).detach()
+                leaf = self._messages.take(Hop(ENCODE, encoder, microbatch, last)).detach()
             else:
                 leaf = self._like.new_empty(self._encoders.shape_of(modality, batch, last))
             leaf.requires_grad_(self._encoders.encoder_trains(modality))
@@ -199,14 +191,11 @@ class EncoderRuns:
                 continue
             last = self._schedule.encoder_layers[encoder] - 1
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            self._give(Hop(RETURN, encoder, microbatch, last), grad)
+            self._messages.give(Hop(RETURN, encoder, microbatch, last), grad)
 
     def finish(self) -> None:
         """Wait until every message was taken."""
-        with self._mesh.naming_stages():
-            for transfer in self._sent:
-                transfer.wait()
-        self._sent.clear()
+        self._messages.finish()
 
     def _forward(self, action: EncoderAction, hidden: Tensor | None) -> None:
         modality = self._encoders.modalities[action.encoder]
@@ -222,7 +211,7 @@ class EncoderRuns:
                 held.append((taken, given))
             hidden = given.detach()
         assert hidden is not None  # an action has at least one layer
-        self._give(Hop(ENCODE, action.encoder, action.microbatch, action.end - 1), hidden)
+        self._messages.give(Hop(ENCODE, action.encoder, action.microbatch, action.end - 1), hidden)
 
     def _backward(self, action: EncoderAction, grad: Tensor) -> None:
         held = self._held[action.encoder, action.microbatch]
@@ -234,7 +223,7 @@ class EncoderRuns:
                 grad = torch.zeros_like(taken) if taken.grad is None else taken.grad
         below = action.first - 1
         if self._schedule.runs(RETURN, action.microbatch, action.encoder, below):
-            self._give(Hop(RETURN, action.encoder, action.microbatch, below), grad)
+            self._messages.give(Hop(RETURN, action.encoder, action.microbatch, below), grad)
         else:  # what is below does not train
             self._held.pop((action.encoder, action.microbatch))
 
@@ -248,59 +237,11 @@ class EncoderRuns:
         batch = self._batch(encoder, microbatch)
         return batch is not None and bool(batch.items)
 
-    def _give(self, hop: Hop, tensor: Tensor) -> None:
-        stage = self._schedule.taker(hop)
-        if stage == self._mesh.stage:
-            self._kept[hop] = tensor
-            return
-        channel = self._channels[hop.kind, hop.encoder, self._mesh.stage, stage]
-        with self._mesh.naming_stages():
-            sent = [(tensor.contiguous(), 1)]
-            self._sent.append(channel.group.post(sent, [], action=f"handing on {hop}"))
-
-    def _take(self, hop: Hop) -> Tensor:
-        stage = self._schedule.giver(hop)
-        if stage == self._mesh.stage:
-            return self._kept.pop(hop)
-        channel = self._channels[hop.kind, hop.encoder, stage, self._mesh.stage]
-        assert channel.posted is not None
-        assert channel.expected[0] == hop  # the schedule's channels are in order
-        arriving, transfer = channel.posted
-        with self._mesh.naming_stages():
-            transfer.wait()
-        channel.expected.popleft()
-        self._post_next(channel)
-        return arriving
-
-    def _connect(self) -> dict[tuple[str, int, int, int], _Channel]:
-        """This stage's channels, connected in an order that all stages share."""
-        channels = {}
-        for key, (_, taken) in sorted(self._schedule.hops().items()):
-            kind, encoder, sender, receiver = key
-            if self._mesh.stage not in (sender, receiver):
-                continue
-            mine = taken if receiver == self._mesh.stage else []
-            channel = _Channel(
-                group=self._mesh.channel(f"{kind}.{encoder}", sender, receiver),
-                expected=deque(hop for hop in mine if self._items(hop.encoder, hop.microbatch)),
-            )
-            channels[key] = channel
-        for channel in channels.values():
-            self._post_next(channel)
-        return channels
-
-    def _post_next(self, channel: _Channel) -> None:
-        if not channel.expected:
-            channel.posted = None
-            return
-        hop = channel.expected[0]
+    def _room_for(self, hop: Hop) -> Tensor:
         batch = self._batch(hop.encoder, hop.microbatch)
-        assert batch is not None  # else nothing is expected
-        shape = self._encoders.shape_of(self._encoders.modalities[hop.encoder], batch, hop.layer)
-        arriving = self._like.new_empty(shape)
-        with self._mesh.naming_stages():
-            transfer = channel.group.post([], [(arriving, 0)], action=f"taking in {hop}")
-        channel.posted = arriving, transfer
+        assert batch is not None  # else nothing travels
+        modality = self._encoders.modalities[hop.encoder]
+        return self._like.new_empty(self._encoders.shape_of(modality, batch, hop.layer))
 
     def _check_shape(self, modality: str, batch: ModalityBatch, layer: int, given: Tensor) -> None:
         wanted = self._encoders.shape_of(modality, batch, layer)

@@ -146,12 +146,12 @@ def sum_gradients_of(parameters: Iterable[Parameter], group: PeerGroup) -> None:
 def _start_bucket(
     bucket: list[Parameter], group: PeerGroup
 ) -> tuple[list[Tensor], Tensor, Transfer]:
-    grads = [_local_gradient(parameter) for parameter in bucket]
+    grads = [local_gradient(parameter) for parameter in bucket]
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     return grads, flat, group.post_sum(flat, action="the gradient sum")
 
 
-def _local_gradient(parameter: Parameter) -> Tensor:
+def local_gradient(parameter: Parameter) -> Tensor:
     """What this rank holds of the parameter's gradient, zeros where it has none; a part of it where
     tensor ranks share the weight, cut as the weight is."""
     if parameter.grad is None:

@@ -25,23 +25,30 @@ Failure: if a rank dies or hangs, every other rank ends with a PeerError within 
 grace period. The replicas or stages that the error names may be ranks that only waited; a note in
 it says which rank went silent first, found by following which peer each rank waited for.
 
-Encoders that run by themselves have channels of their own, by encoder and direction, made when a
-step first needs them, in one order on all stages (``encoder_runs.py``).
+Communicators
+-------------
+All are made and warmed up with the mesh, on all ranks in this order, and none later:
 
-Channels are groups of two made by their members alone, ordered (sender, receiver): with NCCL
-each has its own communicator and stream, so messages that cross cannot block one another.
+    the column    one, for rings, exchanges and sums, shared as ``communicator.py`` says
+    the row       one, for sums, a tied weight, and what encoders that run by themselves hand on
+                  (``encoder_messages.py`` says why that cannot deadlock)
+    channels      one for each neighbour and way: activations in and out, gradients in and out; so
+                  at most four, and with two stages of one chunk two
+
+The channels are apart because a receive that is posted ahead would hold up, on one communicator,
+what is sent after it: an activation of a long microbatch the gradient of a short one, and stages
+that were planned to compute would wait. With NCCL each has a stream of its own.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from trainer_client.runtime.encoder_cut import EncoderCut
 from trainer_client.runtime.fault_board import FaultBoard, grace_s
@@ -59,7 +66,7 @@ def place_in_mesh(rank: int, *, stages: int, tensor_ranks: int = 1) -> tuple[int
 
 
 class PipelineMesh:
-    """This rank's row and column. Making one is collective over the ranks of a replica.
+    """This rank's row and column. Making one is collective over all ranks.
 
     Parameters
     ----------
@@ -72,10 +79,12 @@ class PipelineMesh:
     lane: a name that keeps meshes of one job apart.
 
     Attributes: ``replica``, ``replicas``, ``stage``, ``stages``, ``tensor_rank``, ``encoder_cut``;
-    ``groups``: CP groups among this stage of all replicas; ``row``: the replica's stages.
+    ``groups``: CP groups among this stage of all replicas, ``column``; ``row``: the replica's
+    stages.
 
-    Raises LayoutError where the world cannot be divided or encoders are cut nowhere, and
-    GroupFormationError where a stage does not come.
+    Raises LayoutError where the world cannot be divided or encoders are cut nowhere,
+    GroupFormationError where a rank does not come, and TransportMismatchError where ranks would
+    communicate in different ways.
     """
 
     def __init__(
@@ -127,12 +136,27 @@ class PipelineMesh:
         self._encodes = encoder_stage == "spread" or self.stage == 0
         if encoder_cut is not None:
             self._encodes = encoder_cut.reads_inputs(self.stage, stages)
-        self._open_row = partial(self._row, store, timeout_s, lane)
-        self._pools: dict[str, GroupPool] = {}
-        with self.naming_ranks(), self.naming_stages():
-            self.row: PeerGroup = self._pool(FORWARD).everyone
-            for kind, sender, receiver in self._channels():
-                self.channel(kind, sender, receiver)
+        self._ways = {
+            kind: GroupPool(
+                timeout_s=timeout_s,
+                store=store,
+                replica=self.stage,
+                replicas=self.stages,
+                lane=f"{lane}/row {self.replica}.{self.tensor_rank} {kind}",
+            )
+            for kind in (FORWARD, BACKWARD)
+        }
+        with self.naming_ranks():
+            self._connect()
+
+    def _connect(self) -> None:
+        """Make all communicators, in an order that all ranks share."""
+        self.column: PeerGroup = self.groups.everyone
+        with self.naming_stages():
+            self.row: PeerGroup = self._ways[FORWARD].everyone
+            self._channels = {
+                (kind, *pair): self._ways[kind].apart(pair) for kind, *pair in self._own_channels()
+            }
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -146,7 +170,12 @@ class PipelineMesh:
 
     def channel(self, kind: str, sender: int, receiver: int) -> PeerGroup:
         """The group of two that carries one kind of message one way; the sender is first."""
-        return self._pool(kind).apart((sender, receiver))
+        return self._channels[kind, sender, receiver]
+
+    @property
+    def communicators(self) -> int:
+        """How many this rank has made: all with the mesh, but those of ``groups.apart``."""
+        return sum(pool.communicators for pool in (self.groups, *self._ways.values()))
 
     def rank_at(self, replica: int, stage: int) -> int:
         """The rank at this replica and stage that has this rank's tensor rank."""
@@ -197,24 +226,9 @@ class PipelineMesh:
         replica, stage, _ = place_in_mesh(rank, stages=self.stages, tensor_ranks=self.tensor_ranks)
         return f"rank {rank} (replica {replica}, stage {stage})"
 
-    def _pool(self, kind: str) -> GroupPool:
-        """Groups of stages of this replica that carry one kind of message."""
-        if kind not in self._pools:
-            self._pools[kind] = self._open_row(kind)
-        return self._pools[kind]
-
-    def _row(self, store: Store | None, timeout_s: float, lane: str, kind: str) -> GroupPool:
-        return GroupPool(
-            timeout_s=timeout_s,
-            store=store,
-            replica=self.stage,
-            replicas=self.stages,
-            lane=f"{lane}/row {self.replica}.{self.tensor_rank} {kind}",
-        )
-
     def close(self) -> None:
         """Drop every group. Call it on all ranks after their last use of the mesh."""
-        for pool in (self.groups, *self._pools.values()):
+        for pool in (self.groups, *self._ways.values()):
             pool.close()
 
     def __enter__(self) -> "PipelineMesh":
@@ -228,7 +242,7 @@ class PipelineMesh:
     ) -> None:
         self.close()
 
-    def _channels(self) -> list[tuple[str, int, int]]:
+    def _own_channels(self) -> list[tuple[str, int, int]]:
         """The channels that this stage is in, in an order that all stages share, so that
         connecting them one after the other cannot deadlock."""
         last = self.stages if self.virtual_stages > 1 else self.stages - 1

@@ -34,7 +34,12 @@ from trainer_client.runtime.faults import LayoutError, PlanMismatchError
 from trainer_client.runtime.gradients import GradientReduction, SumReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.host_numbers import sum_numbers
-from trainer_client.runtime.loss import LossTokens, sum_gradients
+from trainer_client.runtime.loss import (
+    BUCKET_BYTES,
+    LossTokens,
+    local_gradient,
+    sum_gradients,
+)
 from trainer_client.runtime.phases import (
     BUBBLE,
     END,
@@ -50,6 +55,8 @@ from trainer_client.runtime.pipeline_schedule import (
 from trainer_client.runtime.pipeline_stage import HiddenStates, PipelineStage
 from trainer_client.runtime.pipeline_timeline import EncoderSpan, Timeline
 from trainer_client.shard import Microbatch, ModalityBatch, Shard
+
+SUMMING_TIED = "summing a tied weight's gradient"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +115,7 @@ def run_pipeline_step(
     device = hidden.home(chunks)
     lost = mesh.groups.naming_lost("a step")
     with mesh.naming_ranks(), lost, phase_clock(device, place=START) as clock:
-        everyone = mesh.groups.everyone
+        everyone = mesh.column
         reductions = _reductions_of(chunks, encoders, gradients, mesh.groups)
         labelled = mesh.stage == mesh.stages - 1
         loss_tokens = _meet(shard, mesh, labelled=labelled)
@@ -170,14 +177,26 @@ def _reductions_of(
 
 def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:
     """Add up the gradients of a weight that the stage which embeds and the last stage hold, such as
-    a tied embedding. Call it on both, after ``run_pipeline_step``; collective over the two."""
-    grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    embeds, last = mesh.embedding_stage, mesh.stages - 1
-    if embeds != last:
-        with mesh.naming_stages():
-            ends = mesh.channel("tied", embeds, last)
-            ends.post_sum(grad, action="summing a tied weight's gradient").wait()
-    weight.grad = grad
+    a tied embedding. Call it on both, after ``run_pipeline_step``; collective over the two.
+
+    Each sends the other its own, some rows at a time, over the communicator of all stages.
+
+    Raises PeerError, and LayoutError on other stages.
+    """
+    ends = {mesh.embedding_stage, mesh.stages - 1}
+    if mesh.stage not in ends:
+        raise LayoutError(
+            f"stage {mesh.stage} shares no weight: stages {sorted(ends)} embed and have the head; "
+            "call sum_of_stages on those"
+        )
+    grad = local_gradient(weight)
+    rows = max(1, BUCKET_BYTES * len(grad) // max(1, grad.nbytes))
+    for other in ends - {mesh.stage}:
+        for part in torch.split(grad, rows):
+            sends, taken = [(part.contiguous(), other)], torch.empty_like(part)
+            with mesh.naming_stages():
+                mesh.row.post(sends, [(taken, other)], action=SUMMING_TIED).wait()
+            part += taken
 
 
 def _plain_schedule(
@@ -265,7 +284,7 @@ def _meet(shard: Shard, mesh: PipelineMesh, *, labelled: bool) -> LossTokens:
 
     Raises PlanMismatchError, on every rank, where any two of them differ.
     """
-    everyone = mesh.groups.everyone
+    everyone = mesh.column
     with mesh.naming_stages():
         of_row = sum_numbers(own_numbers(shard, labelled=labelled), mesh.row, action=COMPARING)
     sums = sum_numbers(of_row, everyone, action=COMPARING)

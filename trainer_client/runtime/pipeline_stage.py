@@ -134,7 +134,7 @@ class PipelineStage:
         self._last_backward = {a.virtual_stage: a for a in self._actions if a.kind != FORWARD}
         self._marks: list[tuple[AnyAction, int, int]] = []
         self._clock: Clock = start_clock(device)
-        home = mesh.groups.everyone.home_of_sums(device)
+        home = mesh.column.home_of_sums(device)
         self.loss_sum = torch.zeros(1, dtype=torch.float64, device=home)
 
     def run(self) -> None:
@@ -144,6 +144,8 @@ class PipelineStage:
         place = 0
         for turn, action in enumerate(self._order):
             switch_phase(BUBBLE)
+            if self._encoding is not None:
+                self._encoding.begin(action)
             if isinstance(action, EncoderAction):
                 self._encode(action)
             else:

@@ -64,11 +64,13 @@ class RecordedTransport:
 
 
 class Recorder:
-    """From here on, pools connect to nobody; `begin` starts the next rank's queue."""
+    """From here on, pools connect to nobody; `begin` starts the next rank's queue. `made`: the
+    communicators of this rank so far, by name."""
 
     def __init__(self, monkeypatch):
         self._store = dist.HashStore()
         self._queue = []
+        self.made = []
         make_pool = GroupPool.__init__
 
         def with_store(pool, *, store=None, **options):
@@ -82,6 +84,7 @@ class Recorder:
     def begin(self):
         self._store = dist.HashStore()
         self._queue = []
+        self.made = []
         return self._queue
 
     def _make_transport(self, name, store, rank, ranks, timeout_s, device):
@@ -89,4 +92,5 @@ class Recorder:
         store.set("here", "")
         (place,) = (key for key in self._store.list_keys() if key.endswith("here"))
         store.delete_key("here")
+        self.made.append(place)
         return RecordedTransport(self._queue, place, rank, ranks)
