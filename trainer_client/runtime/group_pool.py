@@ -18,10 +18,13 @@ it the pool makes no communicator, and uses the store only where something faile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
 
 from trainer_client.runtime.communicator import Communicator, make_transport, statement_of
 from trainer_client.runtime.fault_board import FaultBoard, grace_s
@@ -80,6 +83,7 @@ class GroupPool:
         self._parent: Communicator | None = None
         self._apart: dict[Members, Communicator] = {}
         self._everyone: PeerGroup | None = None
+        self._connected: WeakSet[Module] = WeakSet()  # models whose meshes are
 
     @property
     def everyone(self) -> PeerGroup:
@@ -110,6 +114,22 @@ class GroupPool:
         if len(key) > 1 and key not in self._apart:
             self._apart[key] = self._connect(key, "apart/" + "-".join(map(str, key)))
         return self._grouped(key, self._apart.get(key))
+
+    def connect_meshes(self, model: Module) -> None:
+        """Have torch connect the groups over which this model's weights are sharded, once.
+
+        With NCCL it would do so in the first collective of each: in the first gather, and HSDP's
+        others in a backward pass, beside running kernels. Collective over those groups.
+        """
+        if model in self._connected:
+            return
+        self._connected.add(model)
+        meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+        for group, kind in {
+            group: mesh.device_type for mesh in meshes for group in mesh.get_all_groups()
+        }.items():
+            if group.size() > 1:
+                dist.all_reduce(torch.zeros(1, device=kind), group=group)
 
     @property
     def members_apart(self) -> tuple[Members, ...]:

@@ -116,6 +116,8 @@ def run_pipeline_step(
     lost = mesh.groups.naming_lost("a step")
     with mesh.naming_ranks(), lost, phase_clock(device, place=START) as clock:
         everyone = mesh.column
+        for chunk in chunks:
+            mesh.groups.connect_meshes(chunk)
         reductions = _reductions_of(chunks, encoders, gradients, mesh.groups)
         labelled = mesh.stage == mesh.stages - 1
         loss_tokens = _meet(shard, mesh, labelled=labelled)

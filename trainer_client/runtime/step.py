@@ -151,6 +151,7 @@ def _whole_step(
     forward = _forward_of(model)
     device = _device_of(model)
     with groups.naming_lost("a step"), phase_clock(device, place=START) as clock:
+        groups.connect_meshes(model)
         trains = _encoders_train(model, shard)
         asks = features_ahead is None and trains
         room = asks and groups.room.begin(device, shard.planned)

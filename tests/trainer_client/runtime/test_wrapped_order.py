@@ -98,6 +98,47 @@ def test_wrappers_and_the_runtime_post_in_one_order_that_all_replicas_share(worl
         assert not stuck(of_ranks), case
 
 
+class FirstUses(TorchDispatchMode):
+    """Whether anything had been computed when a group of torch's was first used: then NCCL makes
+    its communicator."""
+
+    def __init__(self):
+        super().__init__()
+        self.computed, self.late = False, {}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
+            ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed)))
+            self.late.setdefault(ranks, self.computed)
+        self.computed |= operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return operation(*args, **(kwargs or {}))
+
+
+def first_uses(rank, size):
+    found = {}
+    samples = random_samples(3)
+    shard = make_shard(samples, random_plan(samples, size, (1, 2), 3), size, rank, 3)
+    with GroupPool(timeout_s=60) as pool:
+        for how in ("ddp", "fsdp", "hsdp"):
+            with FirstUses() as uses:
+                run_step(wrapped(how, ()), shard, pool)
+            assert uses.computed
+            found[how] = uses.late
+        made = pool.communicators
+    return found, made
+
+
+def test_wrappers_communicators_are_made_before_a_step_computes(world):
+    for rank, (found, made) in world(first_uses, 4).items():
+        everyone = (0, 1, 2, 3)
+        assert found["ddp"] == found["fsdp"] == {everyone: False}
+        assert len(found["hsdp"]) == 2
+        assert all(rank in ranks for ranks in found["hsdp"])
+        assert not any(found["hsdp"].values())
+        assert made == 1
+
+
 def test_two_communicators_in_other_orders_are_found():
     batches = [("torch", "all-gather"), ("the pool", "all-reduce")]
     queues = {}
