@@ -104,9 +104,10 @@ class ContextGroups:
     arguments (those of `megatron_ranks`), after `torch.distributed` is initialised.
 
     Contract: `prepare` is collective over all ranks of the world, and all call it with the same
-    plan, from the training thread, between steps. A group is made when a plan first names it. A
-    replica keeps up to `max_groups` (more where two steps need more), and its oldest are
-    destroyed by all of their members together. Failures are those of `new_group`.
+    plan, from the training thread, between steps. A group is made, and connected, when a plan first
+    names it, and none in a step. A replica keeps up to `max_groups` (more where two steps need
+    more), and its oldest are destroyed by all of their members together. Failures are those of
+    `new_group`.
     """
 
     def __init__(
@@ -144,6 +145,9 @@ class ContextGroups:
                 group = dist.new_group([rank_of[replica] for replica in members])
                 if lane == (self._me.stage, self._me.tensor_rank) and self._me.replica in members:
                     self._kept[members] = group
+                    # Else NCCL would make its communicator in the step, beside running kernels.
+                    home = "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
+                    dist.all_reduce(torch.zeros(1, device=home), group=group)
 
     def of(self, microbatch: Microbatch) -> dist.ProcessGroup | None:
         """The group of a microbatch of the prepared step, None where its pack is not shared."""

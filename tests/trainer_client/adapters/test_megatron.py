@@ -4,6 +4,7 @@ Against its documented rules; `test_megatron_core.py` holds the same against meg
 """
 
 import types
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -187,16 +188,27 @@ def talk_in_groups(rank, size, steps_by_tp):
     return {tp: talked(rank, size, tp, steps) for tp, steps in steps_by_tp.items()}
 
 
+@contextmanager
+def noted_sums():
+    """The groups of torch's that are summed over in the body: NCCL connects one in its first."""
+    groups, plain = [], dist.all_reduce
+    dist.all_reduce = lambda tensor, group: (groups.append(group), plain(tensor, group=group))
+    yield groups
+    dist.all_reduce = plain
+
+
 def talked(rank, size, tp, steps):
     me, seen = megatron_ranks(size, tp=tp)[rank], []
     groups = ContextGroups(size, tp=tp, max_groups=1)
     for named in steps:
         plan = types.SimpleNamespace(groups=[types.SimpleNamespace(replicas=g) for g in named])
-        groups.prepare(plan)
+        with noted_sums() as connected:
+            groups.prepare(plan)
         for members in named:
             if me.replica not in members or len(members) == 1:
                 continue
             group = groups.of(types.SimpleNamespace(cp_group=members))
+            assert group in connected or tuple(dist.get_process_group_ranks(group)) in seen
             total = torch.tensor([float(rank)])
             dist.all_reduce(total, group=group)
             ranks = dist.get_process_group_ranks(group)
