@@ -12,9 +12,11 @@ IN_A_STEP = 2  # the start's sum, and which gradients there are; DDP and FSDP kn
 
 
 class PlayedStream:
-    """A clock whose moments count as those of a stream."""
+    """A clock whose moments count as those of a stream; ``reads`` of all of them, each of which
+    waits for the last moment."""
 
     on_stream = True
+    reads = 0
 
     def __init__(self, device):
         self.moments_s = []
@@ -24,6 +26,7 @@ class PlayedStream:
         return len(self.moments_s) - 1
 
     def read(self):
+        PlayedStream.reads += 1
         return self.moments_s
 
     def seconds_at(self, event):

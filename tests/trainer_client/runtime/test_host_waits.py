@@ -9,6 +9,7 @@ import torch
 from tests.trainer_client.runtime.fake_device import THERE, FakeDevice, Staged
 from tests.trainer_client.runtime.model_there import (
     IN_A_STEP,
+    PlayedStream,
     connected_there,
     from_there,
     model_there,
@@ -64,6 +65,30 @@ def test_a_microbatch_never_makes_the_host_wait_for_the_device(world):
             assert waited == ["a copy to the host"] * IN_A_STEP
             assert waited_for_loss == ["a copy to the host"], "once, however often it is read"
             assert error <= 1e-10
+
+
+def steps_after_one_another(rank, size):
+    """Of two steps of which nobody reads anything: what waited, and how often a clock was read,
+    which waits for its last moment."""
+    play_a_stream()
+    make = group_pool.make_transport
+    group_pool.make_transport = lambda *arguments: Staged(make(*arguments))
+    samples, found = random_samples(2), []
+    shard = make_shard(samples, random_plan(samples, size, (1, 2), 2), size, rank, 2)
+    with FakeDevice() as device, GroupPool(timeout_s=60) as pool:
+        connected_there(pool)
+        for _ in range(2):
+            model, on_device, read = model_there(), shard.to(THERE), PlayedStream.reads
+            run_step(model, on_device, pool)
+            found.append((len(device.reads), PlayedStream.reads - read))
+            device.reads.clear()
+    return found
+
+
+def test_a_step_also_waits_until_the_one_before_it_is_over_whose_times_nobody_read(world):
+    """The device has come that far when the plans are compared, which is waited for anyway."""
+    for found in world(steps_after_one_another, 2).values():
+        assert found == [(IN_A_STEP, 0), (IN_A_STEP, 1)]
 
 
 def results_at_different_times(rank, size):
