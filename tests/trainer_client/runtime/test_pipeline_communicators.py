@@ -9,6 +9,9 @@ import random
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Parameter
 
 from demo.chunks import DemoEncoders, lay_out_model, sum_tied_gradient
 from demo.model import DemoModel, ModelConfig
@@ -19,15 +22,19 @@ from tests.demo.scripted_steps import (
     step_plan,
 )
 from tests.trainer_client.runtime.posted_order import Wait, stuck
+from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client.runtime import (
     BubbleSchedule,
     EncoderAction,
     HiddenStates,
+    LayoutError,
     PipelineMesh,
     StageLayout,
     encoder_runs,
     one_forward_one_backward,
+    pipeline_parallel,
     run_pipeline_step,
+    sum_of_stages,
 )
 from trainer_client.runtime.pipeline_schedule import Action
 
@@ -252,3 +259,40 @@ def test_features_are_taken_an_action_ahead_and_not_all_at_once(recorder):
     frozen.model.encoders.requires_grad_(False)
     frozen.step(STEPS[1][1])
     assert most_awaited(queue, "F/1//everyone") == len(LAYERS_OF), "of one microbatch"
+
+
+def tied_gradients(rank, size):
+    """What a stage has of a tied weight's gradient in the end: plain, sharded over its column, and
+    where one stage alone has any; and the communicators that this made."""
+    pipeline_parallel.BUCKET_BYTES = 40  # a row or two at a time
+    column = init_device_mesh(DEVICE.type, (size // 2, 2), mesh_dim_names=("column", "row"))[
+        "column"
+    ]
+    with PipelineMesh(stages=2, timeout_s=60) as mesh:
+        made = mesh.communicators
+        whole = torch.arange(15.0, device=DEVICE).view(5, 3)
+        plain, alone = Parameter(torch.zeros_like(whole)), Parameter(torch.zeros_like(whole))
+        sharded = Parameter(distribute_tensor(torch.zeros_like(whole), column, [Shard(0)]))
+        plain.grad = whole * (1 + mesh.stage)
+        sharded.grad = distribute_tensor(whole * (1 + mesh.stage), column, [Shard(0)])
+        alone.grad = whole.clone() if mesh.stage else None
+        for weight in (plain, sharded, alone):
+            sum_of_stages(weight, mesh)
+        made_later = mesh.communicators - made
+    return plain.grad.cpu(), sharded.grad.full_tensor().cpu(), alone.grad.cpu(), made_later
+
+
+def test_gradients_of_a_tied_weight_are_added_up_over_the_communicator_of_all_stages(world):
+    whole = torch.arange(15.0).view(5, 3)
+    for plain, sharded, alone, made_later in world(tied_gradients, 4).values():
+        assert torch.equal(plain, 3 * whole)
+        assert torch.equal(sharded, 3 * whole)
+        assert torch.equal(alone, whole)
+        assert made_later == 0
+
+
+def test_a_stage_that_shares_no_weight_is_told(recorder):
+    words = r"stage 1 shares no weight: stages \[0, 2\] embed"
+    mesh = PipelineMesh(stages=3, rank=1, world_size=3)
+    with mesh, pytest.raises(LayoutError, match=words):
+        sum_of_stages(Parameter(torch.zeros(2, 2)), mesh)
