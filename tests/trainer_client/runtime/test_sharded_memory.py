@@ -80,7 +80,8 @@ class CountingTypes(TorchDispatchMode):
         if operation.namespace == "c10d":
             name = operation.overloadpacket.__name__
             self.counts[name] += 1
-            self.types.setdefault(name, set()).add(args[0].dtype)
+            sent = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            self.types.setdefault(name, set()).add(sent.dtype)
         return operation(*args, **(kwargs or {}))
 
 
