@@ -343,7 +343,7 @@ class WorkerPool(Protocol):
         ...
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """The workers now believed to be alive."""
+        """The workers now believed to be alive; none before `start` has returned."""
         ...
 
     def shortfall(self) -> str:

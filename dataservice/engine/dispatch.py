@@ -57,7 +57,7 @@ RECEIPT_WAIT_S = 10.0
 HOLDERS_WAIT_S = 10.0
 # How long the first step of a coordinator waits for workers to say what they hold.
 FIRST_ANSWERS_S = 2.0
-NO_WORKER_PAUSE_S = 0.5
+NO_WORKER_PAUSE_S = 0.2
 NO_WORKER_LOG_S = 30.0
 
 
@@ -72,6 +72,7 @@ class Dispatcher:
         on_receipts: OnReceipts,
         metrics: Metrics,
     ) -> None:
+        self._pool = pool
         self._link = link
         self._metrics = metrics
         self._wake = asyncio.Event()
@@ -92,8 +93,9 @@ class Dispatcher:
     # ---- life -----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to ask the workers what they hold already, and ask them again now and then. Waits
-        for none of them: the first steps do, for a moment, before they are ordered."""
+        """Begin to ask the workers what they hold already, once they are there, and ask them again
+        now and then. Waits for none of them: the first steps do, for a moment, before they are
+        ordered."""
         self._asker = asyncio.create_task(self._ask_now_and_then())
 
     def let_be(self) -> None:
@@ -109,12 +111,13 @@ class Dispatcher:
 
     async def _ask_now_and_then(self) -> None:
         while True:
-            try:
-                await self._orphans.ask(self._claimed)
-            except Exception:
-                log.exception("asking workers what they hold failed; it goes on")
-            self._asked.set()
-            await asyncio.sleep(ASK_EVERY_S)
+            if self._asked.is_set() or self._pool.workers():
+                try:
+                    await self._orphans.ask(self._claimed)
+                except Exception:
+                    log.exception("asking workers what they hold failed; it goes on")
+                self._asked.set()
+            await asyncio.sleep(ASK_EVERY_S if self._asked.is_set() else NO_WORKER_PAUSE_S)
             self._see_workers()
 
     def _claimed(self) -> dict[str, PackSet]:
@@ -227,7 +230,7 @@ class Dispatcher:
         while not self._balancer.candidates():
             if loop.time() - told_s > NO_WORKER_LOG_S:
                 told_s = loop.time()
-                log.error("no worker is there to decode; start some, or look in their logs")
+                log.error("no worker is there to decode: %s", self._pool.shortfall())
             await asyncio.sleep(NO_WORKER_PAUSE_S)
             self._see_workers()
 

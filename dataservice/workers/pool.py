@@ -8,10 +8,11 @@ Contract.
   start        returns when every seat has been tried, or when at least `min_workers` serve and no
                other worker has started for `others_timeout_s`. Seats still empty then are tried
                again, like those of dead workers. When fewer than `min_workers` serve, all workers
-               are ended and `start` raises. Workers that a former pool left behind keep their seats
-               if this pool would start the same; other leftover workers are ended. When
-               `min_workers` of them are found, `start` returns at once and the remaining seats are
-               filled in the background.
+               are ended and `start` raises. Until it returns, `workers()` is empty: what is ordered
+               is then shared out among all, and not given to the first of them. Workers that a
+               former pool left behind keep their seats if this pool would start the same; other
+               leftover workers are ended. When `min_workers` of them are found, `start` returns at
+               once and the remaining seats are filled in the background.
   A worker     that dies or stops answering leaves `workers()` and is replaced in its seat; one that
                has not answered for `silent_after_s` is "silent" until it answers. A seat that
                cannot be filled is tried again, at growing intervals, until `stop`.
@@ -120,6 +121,7 @@ class SupervisedPool(ABC, Generic[Handle]):
         self._seats: list[_Seat[Handle]] = [_Seat(number=n) for n in range(config.workers)]
         self._leaving: dict[str, tuple[WorkerInfo, Handle]] = {}
         self._supervisors: list[asyncio.Task[None]] = []
+        self._begun = False
         self._stopping = False
 
     # ---- where workers run -------------------------------------------------------------
@@ -175,11 +177,15 @@ class SupervisedPool(ABC, Generic[Handle]):
         except BaseException:
             await self._stop(keep=found and self._outlived)
             raise
+        self._begun = True
         if short := self.shortfall():
             log.warning("serving with fewer workers than wanted: %s", short)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """The workers now believed to be alive, by seat; then those that are draining."""
+        """The workers now believed to be alive, by seat; then those that are draining. None before
+        `start` has returned."""
+        if not self._begun:
+            return ()
         seated = (seat.info for seat in self._seats if seat.info is not None)
         return (*seated, *(info for info, _ in self._leaving.values()))
 
@@ -288,10 +294,13 @@ class SupervisedPool(ABC, Generic[Handle]):
         seat.take(running, self._config.slots_per_worker)
 
     @property
+    def _seated(self) -> int:
+        return sum(seat.info is not None for seat in self._seats)
+
+    @property
     def _enough(self) -> bool:
         """Whether at least `min_workers` serve."""
-        serving = sum(seat.info is not None for seat in self._seats)
-        return serving >= self._config.min_workers
+        return self._seated >= self._config.min_workers
 
     async def _all_tried(self) -> None:
         """Wait until every seat has been tried once; when enough workers serve, only while others
@@ -315,7 +324,7 @@ class SupervisedPool(ABC, Generic[Handle]):
             return
         failures = (seat.failure for seat in self._seats if seat.failure is not None)
         error = next(failures, WorkerLostError("workers die as they start; look at their logs."))
-        serving, config = len(self.workers()), self._config
+        serving, config = self._seated, self._config
         if serving == 0:
             raise error
         raise type(error)(

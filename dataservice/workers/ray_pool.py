@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from ray.runtime_env import RuntimeEnv
 from dataservice.core.descriptor_limit import descriptor_limit
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.ports import ServedWorker, ServeWorker
+from dataservice.core.threads import CallThreads
 from dataservice.core.whereabouts import Whereabouts
 from dataservice.workers.nursery import ends_within
 from dataservice.workers.pool import PoolConfig, Running, SupervisedPool
@@ -172,6 +174,10 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         self._owns_ray = False
         self._private_dir: Path | None = None
         self._settings = config.settings
+        # One thread, and not the event loop's: Ray takes seconds to come up. The kernel ends its
+        # processes together with the thread that started them, so that must live on; and what is
+        # asked there takes turns, so Ray is shut down once it has come up.
+        self._calls = CallThreads("Ray", 1)
 
     async def _open(self) -> None:
         config = self._ray_config
@@ -183,14 +189,14 @@ class RayWorkerPool(SupervisedPool[_Actor]):
                 )
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # On this thread, though it blocks for seconds: the kernel ends Ray's processes together
-        # with the thread that started them, and a thread of an executor may end before the service
-        # does.
+        # Ray forks its processes, which run other programs at once. gRPC would tell of each fork
+        # while we serve, and prepare for calls that no child makes.
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
         if config.address is None and config.temp_dir is None:
             self._private_dir = _private_temp_dir()
+        self._owns_ray = True  # whoever cancels us has it shut down, once it has come up
         with _sigterm_kept():
-            _init_ray(config, self._private_dir)
-        self._owns_ray = True
+            await self._calls(_init_ray, config, self._private_dir)
         if config.runtime_env:
             # By now it names packages by their content: workers that were kept with modules that
             # have changed since are not taken over.
@@ -206,7 +212,8 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         if namespace is None:
             return []
         # Ray gives no types for this: names and namespaces, both text.
-        named: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+        listing = partial(ray.util.list_named_actors, all_namespaces=True)
+        named: list[dict[str, str]] = await self._calls(listing)
         workers = [each["name"] for each in named if each["namespace"] == namespace]
         met = await asyncio.gather(*(self._meet(worker, namespace) for worker in workers))
         return [running for running in met if running is not None]
@@ -287,8 +294,11 @@ class RayWorkerPool(SupervisedPool[_Actor]):
     async def _close(self) -> None:
         if self._owns_ray:
             self._owns_ray = False
-            with _sigterm_kept():
-                ray.shutdown()
+            try:
+                async with asyncio.timeout(self._config.stop_timeout_s):
+                    await self._calls(ray.shutdown)
+            except TimeoutError:
+                log.warning("Ray does not answer: it is left, and its processes end with this one")
         if self._private_dir is not None:
             await asyncio.to_thread(remove_folder, self._private_dir)
             self._private_dir = None
@@ -332,6 +342,8 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
     temp_dir = config.temp_dir
     if private_dir is not None:
         temp_dir = private_dir / INNER_DIR
+    # Ray would tell of each start that it has not replaced our handler of SIGTERM.
+    logging.getLogger("ray._private.worker").addFilter(_tells_no_handler)
     if config.address is None:
         _ask_for_a_token()
         options = {
@@ -356,6 +368,10 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
             "and that its token is ours (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
             "~/.ray/auth_token)."
         ) from error
+
+
+def _tells_no_handler(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("SIGTERM handler is not set")
 
 
 def _read_runtime_env(plain: Mapping[str, Any]) -> RuntimeEnv | None:
@@ -391,12 +407,12 @@ def _ask_for_a_token() -> None:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Restores the service's SIGTERM handler, which Ray replaces with its own."""
+    """Restores the service's SIGTERM handler, which Ray's core replaces with its own."""
     kept = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        # Outside the main thread Ray could not replace the handler, and it cannot be restored.
+        # Outside the main thread none can be set.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_DFL if kept is None else kept)
 

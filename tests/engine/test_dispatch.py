@@ -301,6 +301,25 @@ async def test_packs_left_by_a_former_coordinator_are_used_or_released(
     assert {key for held in workers.held.values() for key in held} == set(former)
 
 
+async def test_packs_left_by_a_former_coordinator_are_used_though_their_workers_come_late(
+    dispatcher, workers, counts
+):
+    former = {order.key: f"w{order.key.pack % 3}" for order in ORDERS}
+    for key, name in former.items():
+        workers.held[name].add(key)
+    kept = dict(workers.infos)
+    workers.infos.clear()
+    await dispatcher.start()
+    waiting = asyncio.create_task(dispatcher.dispatch(PLAN, ORDERS))
+    done, _ = await asyncio.wait({waiting}, timeout=0.05)
+    assert not done
+    workers.infos.update(kept)
+    step = await waiting
+    await until(lambda: ready(step))
+    assert {key: name for name, key in workers.ordered} == former
+    assert counts.found == len(former)
+
+
 async def test_a_worker_that_does_not_say_what_it_holds_delays_no_start(
     dispatcher, workers, counts, monkeypatch
 ):

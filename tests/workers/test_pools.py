@@ -221,6 +221,25 @@ async def test_workers_that_start_do_not_wait_long_for_one_that_hangs():
     await pool.stop()
 
 
+async def test_what_is_ordered_of_a_pool_that_starts_is_not_given_to_its_first_worker_alone():
+    others = asyncio.Event()
+
+    async def serve_the_first_at_once(worker):
+        if not worker.startswith("worker-0."):
+            await others.wait()
+        return await serve(worker)
+
+    pool = local_pool(serve_the_first_at_once, workers=2)
+    assert pool.shortfall() == "2 of 2 workers are being started"
+    starting = asyncio.create_task(pool.start())
+    await until(lambda: pool.shortfall() == "1 of 2 workers are being started")
+    assert pool.workers() == ()
+    others.set()
+    await starting
+    assert len(pool.workers()) == 2
+    await pool.stop()
+
+
 async def test_a_worker_that_ray_has_no_room_for_is_waited_for_without_the_others(
     make_ray_pool, monkeypatch
 ):
