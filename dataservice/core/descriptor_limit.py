@@ -4,6 +4,9 @@ import contextlib
 import resource
 
 UNLIMITED = resource.RLIM_INFINITY
+NEAR_RANKS = 64
+"""Ranks on its own machine that a worker serves through memory at once, each with a socket and the
+memory that both map."""
 
 
 def descriptor_limit() -> int:

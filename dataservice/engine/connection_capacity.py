@@ -8,6 +8,7 @@ are counted when the first rank comes. tests/service/test_descriptors.py measure
 import logging
 from collections.abc import Callable, Iterable
 
+from dataservice.core.descriptor_limit import NEAR_RANKS
 from dataservice.core.ports import WorkerPool
 from dataservice.engine.running_job import RunningJob
 
@@ -20,9 +21,9 @@ A_WORKER = 8
 shares the coordinator's process, its port and its decoders' nursery."""
 A_RANK = 1
 """Connections of a rank to one process."""
-A_NEAR_RANK, NEAR_RANKS = 2, 64
-"""What a rank takes besides at a worker on its own machine, a socket and the memory that both map;
-and how many ranks a worker serves so at once."""
+A_NEAR_RANK = 2
+"""What a rank takes besides at a worker on its own machine, a socket and the memory that both map,
+where it is one of NEAR_RANKS."""
 
 
 class ConnectionCapacity:

@@ -34,8 +34,8 @@ from dataservice_proto.same_node import Frames, Kind
 from dataservice_proto.v1 import worker_pb2
 from google.protobuf.message import DecodeError
 
+from dataservice.core.descriptor_limit import NEAR_RANKS
 from dataservice.core.errors import ServiceError, SpecError
-from dataservice.engine.connection_capacity import NEAR_RANKS
 from dataservice.engine.tasks import cancel_all
 from dataservice.serving.parts import Tensor, part_pieces
 
