@@ -29,6 +29,7 @@ from dataservice.core.state_store import StateStore
 from dataservice.core.threads import CallThreads
 from dataservice.engine.coordinator import Coordinator
 from dataservice.engine.fair_threads import FairThreads
+from dataservice.engine.tasks import cancel_all
 from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.own_code import load_processors
 from dataservice.observability.diagnosis import diagnose
@@ -106,10 +107,11 @@ def make_index_cache(config: ServiceConfig) -> IndexCache:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
     """A running service. `address` is where trainers connect; `left` names what could not be
-    stopped."""
+    stopped. `staffing` is done once the workers are there, and fails where they cannot start."""
 
     server: ServerHandle
     pool: WorkerPool
+    staffing: "asyncio.Task[None]"
     store: StateStore
     metrics: MetricsEndpoint | None
     started: contextlib.AsyncExitStack
@@ -132,9 +134,9 @@ class Service:
 async def start_service(
     config: ServiceConfig, *, tell: Callable[[str], None] = log.info
 ) -> Service:
-    """Open the state, compile the planner, start the workers, restore the jobs, and serve. After
-    an error everything that was started is stopped again. `tell` hears of each part that takes
-    time, before it begins."""
+    """Open the state, compile the planner, restore the jobs, and serve; the workers start beside
+    all that, and ranks that come sooner wait for them. After an error everything that was started
+    is stopped again. `tell` hears of each part that takes time, before it begins."""
     load_processors(config.custom_processors)
     descriptors = raise_descriptor_limit()
     log.info("%d files and sockets may be open here; each rank takes one", descriptors)
@@ -167,13 +169,14 @@ async def start_service(
             if config.metrics_listen is not None:
                 endpoint = serve_metrics(metrics.registry, config.metrics_listen)
                 _stop_in_thread(started, ending, "the metrics endpoint", endpoint.stop)
-            tell("compiling the planner; a first start takes minutes, others seconds")
-            await _in_starting(warm_up)
             secret = shared_secret(config)
             pool = make_pool(config, secret, serve_worker)
             started.push_async_callback(pool.stop)
             tell(_starts_workers(config))
-            await pool.start()
+            staffing = asyncio.create_task(pool.start())
+            started.push_async_callback(cancel_all, staffing)
+            tell("compiling the planner; a first start takes minutes, others seconds")
+            await _in_starting(warm_up)
         finally:
             await opening
         # One thread: a team's order waits at most for one pack of another team to be written.
@@ -210,6 +213,7 @@ async def start_service(
         return Service(
             server=server,
             pool=pool,
+            staffing=staffing,
             store=store,
             metrics=endpoint,
             started=started.pop_all(),
@@ -231,14 +235,17 @@ def run_service(
     config: ServiceConfig,
     *,
     ready: Callable[[Service], None],
+    staffed: Callable[[Service], None] = lambda service: None,
     tell: Callable[[str], None] = log.info,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then stop gracefully. `tell` hears what a start does, and
-    `ready` is called once the service serves. Ends the process with status ABANDONED if something
+    """Serve until SIGTERM or SIGINT, or until it is known that the workers cannot start, then stop
+    gracefully; in the latter case what `WorkerPool.start` raised is raised. `tell` hears what a
+    start does, `ready` is called once the service serves, `staffed` once its workers are there.
+    Ends the process with status ABANDONED if something
     does not stop within `stop_within_s`. Call it in the main thread."""
     guard = StopGuard(config.stop_within_s)
     try:
-        left = asyncio.run(_serve_until_asked(config, guard, ready, tell))
+        left = asyncio.run(_serve_until_asked(config, guard, ready, staffed, tell))
     except BaseException:
         guard.ask()  # the failure may have left something that hangs
         raise
@@ -249,6 +256,7 @@ async def _serve_until_asked(
     config: ServiceConfig,
     guard: StopGuard,
     ready: Callable[[Service], None],
+    staffed: Callable[[Service], None],
     tell: Callable[[str], None],
 ) -> list[str]:
     """Returns the names of what could not be stopped."""
@@ -272,6 +280,10 @@ async def _serve_until_asked(
     gc.set_threshold(100_000, 50, 50)
     try:
         ready(service)
+        await asyncio.wait({asked, service.staffing}, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            service.staffing.result()
+            staffed(service)
         await asked
         log.info("stopping: open calls have 5 s to end")
     finally:

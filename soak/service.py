@@ -50,8 +50,9 @@ class ServiceProcess:
         """The folder of its state."""
         return self.home / "state"
 
-    def start(self) -> "ServiceProcess":
-        """Start it, at its former address if it had one, and wait until it serves."""
+    def start(self, *, workers: bool = True) -> "ServiceProcess":
+        """Start it, at its former address if it had one, and wait until it serves, and until its
+        `workers` do."""
         self.address = self.address or self._kept_address()
         arguments = ["serve", "--listen", self.address, "--state-dir", str(self.state_dir)]
         arguments += ["--pool", self.pool, *self.flags]
@@ -70,6 +71,7 @@ class ServiceProcess:
             for line in self.log.read_text().splitlines():
                 if line.startswith("serving at "):
                     self.address = line.split()[2]
+                if line.startswith("serving with " if workers else "serving at "):
                     return self
             time.sleep(0.05)
         self._abort()

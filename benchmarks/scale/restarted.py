@@ -1,9 +1,9 @@
 """What a service over many jobs takes to serve again: `python -m benchmarks.scale.restarted`.
 
-A real service, with local workers, has so many jobs of one team over one index of short texts. Each
-has had an attempt, and the ledger has so many of its steps: by default those of a day, of 12 s
-each. The service is stopped and started; then a rank of the job that would be opened last asks for
-its step. Wall seconds, from the start of the process.
+A real service, its workers in `--pool`, has so many jobs of one team over one index of short texts.
+Each has had an attempt, and the ledger has so many of its steps: by default those of a day, of 12 s
+each. The service is stopped and started; as soon as it serves, a rank of the job that would be
+opened last asks for its step. Wall seconds, from the start of the process.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def restarted(service: ServiceProcess, job: str) -> tuple[float, float]:
     """Start the service, have a rank ask, and stop: seconds until it serves, and until the rank
     has its shard."""
     began_s = time.monotonic()
-    service.start()
+    service.start(workers=False)
     serving_s = time.monotonic() - began_s
     with ShardDataset(service.address, job=job, rank=0, world_size=1) as dataset:
         next(iter(dataset))
@@ -139,11 +139,11 @@ def restarted(service: ServiceProcess, job: str) -> tuple[float, float]:
     return serving_s, served_s
 
 
-def measured(jobs: int, steps: int, folder: Path) -> list[Row]:
+def measured(jobs: int, steps: int, pool: str, folder: Path) -> list[Row]:
     """The figures of so many jobs, each of so many steps."""
     home = folder / "service"
     home.mkdir()
-    service = ServiceProcess(home=home)
+    service = ServiceProcess(home=home, pool=pool)
     try:
         service.start()  # which compiles the planner where that was not done
         last = register(service, folder, jobs, steps)
@@ -154,7 +154,8 @@ def measured(jobs: int, steps: int, folder: Path) -> list[Row]:
     return [
         Row(
             group="restart",
-            what=f"first shard of a rank, restarted with {jobs} jobs of {steps:,} steps",
+            what=f"first shard of a rank, restarted with {jobs} jobs of {steps:,} steps, "
+            f"pool {pool}",
             figure=served_s[0],
             unit="s",
             limit=10,
@@ -168,10 +169,11 @@ def main(arguments: list[str]) -> int:
     """Measure and print; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--pool", choices=("local", "ray"), default="local")
     parser.add_argument("--steps", type=int, default=int(24 * 3600 / STEP_S), help="of each job")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measured(options.jobs, options.steps, Path(folder))
+        rows = measured(options.jobs, options.steps, options.pool, Path(folder))
     print_rows(Console(), "A service that was started again", rows)
     for row in rows:
         print(row.explanation)

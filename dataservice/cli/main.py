@@ -279,14 +279,15 @@ def serve(
     from dataservice.app import run_service
 
     def ready(service: "Service") -> None:
-        workers = f"{len(service.pool.workers())} workers"
-        if service.pool.shortfall():
-            workers = f"{len(service.pool.workers())} of {settings.workers} workers"
         if service.metrics is not None:
             console.print(f"metrics at http://{service.metrics.address}/metrics", highlight=False)
-        console.print(f"serving at {service.address} with {workers}", highlight=False)
+        console.print(f"serving at {service.address} while the workers start", highlight=False)
 
-    run_service(settings, ready=ready, tell=tell)
+    def staffed(service: "Service") -> None:
+        workers = f"{len(service.pool.workers())} of {settings.workers} workers"
+        console.print(f"serving with {workers}", highlight=False)
+
+    run_service(settings, ready=ready, staffed=staffed, tell=tell)
 
 
 app.command("layout")(lay_out)

@@ -13,8 +13,8 @@ import pytest
 STEPS = (
     "loading the planner and the codecs",
     "starting the process that opens jobs",
-    "compiling the planner",
     "starting 1 worker",
+    "compiling the planner",
     "taking up the jobs that are registered",
 )
 

@@ -26,6 +26,7 @@ from tests.deploy.references import promised_secrets, secrets_of
 
 COORDINATOR = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+STATE_LIMIT_S = 300.0  # for a state that fills its volume to be looked through, copied, made anew
 VARIABLE = re.compile(r"\$\(\w+\)")  # filled in by Kubernetes; numbers, where we use them
 # KubeRay's names of ports that our checks and policies know by number.
 RAY_PARAMETERS_IN_COMMON = (
@@ -176,8 +177,8 @@ def _health(cluster: Cluster) -> Iterator[str]:
             yield f"{kind} asks port {asked.get('port')}: the kubelet knows no TLS"
     startup = container["startupProbe"]
     patience_s = startup["periodSeconds"] * startup["failureThreshold"]
-    if patience_s < config.worker_start_timeout_s + 60:
-        yield f"startupProbe gives up after {patience_s} s, before workers have to be up"
+    if patience_s < STATE_LIMIT_S:
+        yield f"startupProbe gives up after {patience_s} s, before a large state is looked through"
     grace_s = inspect.signature(Service.stop).parameters["grace_s"].default
     clean_s = grace_s + PoolConfig(workers=1).stop_timeout_s + 15
     if config.stop_within_s < clean_s:

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
     ),
     "a startup probe that gives up too soon": (
         of_coordinator(lambda s: s["containers"][0]["startupProbe"].update(failureThreshold=3)),
-        "before workers have to be up",
+        "before a large state is looked through",
     ),
     "too short a grace period": (
         of_coordinator(lambda s: s.update(terminationGracePeriodSeconds=5)),

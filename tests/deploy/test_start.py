@@ -215,8 +215,8 @@ def test_the_rendered_coordinator_feeds_the_example_trainer_and_stops_in_time(de
         with running(command, log, env) as coordinator:
             probe = container["readinessProbe"]["grpc"]
             wait_until_serving(config["health_listen"], probe["service"], coordinator, log)
-            served = re.search(r"worker-0\.1 serves at \S+:(\d+)", log.read_text())
-            assert served is not None, log.read_text()
+            pattern = r"worker-0\.1 serves at \S+:(\d+)"
+            served = wait_for(lambda: re.search(pattern, log.read_text()), START_LIMIT_S)
             assert int(served[1]) in port_range(config["worker_ports"])
             (first, *_) = port_range(config["worker_metrics_ports"])
             with urllib.request.urlopen(f"http://{HOST}:{first}/metrics", timeout=30) as answer:

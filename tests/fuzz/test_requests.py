@@ -144,6 +144,7 @@ async def running(folder: Path) -> AsyncIterator[tuple[Service, str]]:
     )
     (folder / "state").mkdir()
     service = await start_service(config)
+    await service.staffing
     try:
         async with grpc.aio.insecure_channel(service.address) as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)

@@ -119,6 +119,7 @@ def serving(home, monkeypatch, *, workers=2, caches=True):
     async def serve_until_over():
         made.loop = asyncio.get_running_loop()
         made.service = await start_service(config)
+        await made.service.staffing
         made.address = made.service.address
         ready.set()
         await over.wait()
