@@ -89,6 +89,18 @@ class IndexProgram:
         )
 
 
+def run_index_program(
+    custom_processors: dict[str, str],
+    limits: DecodeLimits,
+    storage_profiles: StorageProfiles,
+    orders: socket.socket,
+) -> None:
+    """An `IndexProgram` of these settings, for who names it before it is loaded."""
+    IndexProgram(
+        custom_processors=custom_processors, limits=limits, storage_profiles=storage_profiles
+    )(orders)
+
+
 def _same(measurer: SampleMeasurer) -> SampleMeasurer:
     return measurer
 

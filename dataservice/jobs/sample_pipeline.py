@@ -3,16 +3,15 @@
 Separate from setup.py because the decoding processes load this module, and neither gRPC nor Ray.
 """
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from dataservice.core.errors import IndexStaleError, SpecError
+from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import RangeCache
@@ -21,7 +20,7 @@ from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineS
 from dataservice.jobs.own_code import OwnClasses
 from dataservice.jobs.own_formats import own_formats
 from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, opened_sources
-from dataservice.sources.filesystem import is_far
+from dataservice.jobs.worker_pipeline import understood
 from dataservice.sources.reader import SourceReader
 from dataservice.sources.roots import Roots
 
@@ -58,28 +57,13 @@ def worker_pipeline(
     )
 
 
-def code_owner(worker_pipeline: str) -> str | None:
-    """The team whose own code the pipeline runs, "" where there are no teams; None where it runs
-    none."""
-    with _understood():
-        owner: str | None = json.loads(worker_pipeline).get("code_of")
-        return owner
-
-
 def content_identity(worker_pipeline: str) -> str:
     """What decides, besides the bytes that are read, to what a sample is decoded, and the team of
     the job."""
-    with _understood():
+    with understood():
         plain = json.loads(worker_pipeline)
     versions = [f"{name} {version(name)}" for name in DECODING_LIBRARIES]
     return json.dumps([plain.get("team", NO_TEAM), plain["identity"], plain["pipeline"], versions])
-
-
-def far_sources(worker_pipeline: str) -> frozenset[str]:
-    """The names of its sources on other machines."""
-    with _understood():
-        sources = json.loads(worker_pipeline)["sources"]
-        return frozenset(source["name"] for source in sources if is_far(source["url"]))
 
 
 def reader_of(
@@ -91,7 +75,7 @@ def reader_of(
 ) -> SourceReader:
     """The reader of the job's samples, which holds the secrets of the profiles that they name, and
     looks among the bytes that this machine keeps for their team. Raises SpecError."""
-    with _understood():
+    with understood():
         plain = json.loads(worker_pipeline)
         sources = _SOURCES.validate_python(plain["sources"])
         roots = _roots(plain)
@@ -114,7 +98,7 @@ class IndexedJob:
 
 def indexed_job(worker_pipeline: str) -> IndexedJob:
     """Read `worker_pipeline`'s form of a job with one source. Raises SpecError."""
-    with _understood():
+    with understood():
         plain = json.loads(worker_pipeline)
         (source,) = _SOURCES.validate_python(plain["sources"])
         return IndexedJob(
@@ -139,7 +123,7 @@ def decoder_of(
 ) -> Pipeline:
     """The pipeline that decodes the job's samples. Raises SpecError, and IndexStaleError where it
     is not the pipeline that the job was opened with."""
-    with _understood():
+    with understood():
         plain = json.loads(worker_pipeline)
         pipeline, wanted = json.dumps(plain["pipeline"]), dict(plain["identity"])
         sources = _SOURCES.validate_python(plain["sources"])
@@ -171,7 +155,7 @@ def pipeline_of(
 ) -> Pipeline:
     """Build the pipeline, which parses what the own formats of these sources read. Raises SpecError
     where the tokenizer, the template, a processor or a format cannot be loaded."""
-    with _understood():
+    with understood():
         spec = _PIPELINE.validate_json(pipeline)
     return build_pipeline(
         spec,
@@ -179,15 +163,3 @@ def pipeline_of(
         limits=limits,
         formats=own_formats(sources, custom_processors, limits),
     )
-
-
-@contextlib.contextmanager
-def _understood() -> Iterator[None]:
-    """Turn the errors of json and pydantic over a pipeline of another release into SpecError."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SpecError(
-            f"this is no job's pipeline: {type(error).__name__}: {str(error)[:200]}. Coordinator "
-            "and workers must be of one release."
-        ) from error

@@ -24,18 +24,12 @@ from dataservice.core.ports import IndexHost, PackHost, ServedWorker, WorkerPool
 from dataservice.core.storage_profile import StorageProfile
 from dataservice.core.tls import TlsSpec
 from dataservice.core.whereabouts import Whereabouts
-from dataservice.jobs.index_program import IndexProgram
-from dataservice.jobs.sample_pipeline import (
-    code_owner,
-    content_identity,
-    decoder_of,
-    far_sources,
-    reader_of,
-)
 from dataservice.jobs.storage_profiles import hold_credentials
+from dataservice.jobs.worker_pipeline import code_owner, far_sources
 from dataservice.observability.logs import configure_logging
 from dataservice.observability.traces import open_traces
 from dataservice.operate.config import ServiceConfig
+from dataservice.operate.loaded_there import LoadedThere
 from dataservice.operate.watched_host import WatchedHost, serve_host_metrics
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.index_processes import IndexProcesses
@@ -47,6 +41,7 @@ from dataservice.workers.sample_pipelines import PipelineFactory
 
 log = logging.getLogger(__name__)
 
+PIPELINES = "dataservice.jobs.sample_pipeline"  # which the processes of a worker load
 OWN_ADDRESS = "node"  # as worker_host: the address of whichever node a worker runs on
 
 
@@ -111,13 +106,17 @@ async def serve_worker_process(
         configure_logging(json=settings.log_json)
     log.info("%s may have %d files and sockets open", worker, raise_descriptor_limit())
     factory = PipelineFactory(
-        reader_for=partial(
-            reader_of, limits=settings.limits, storage_profiles=settings.storage_profiles
+        reader_for=LoadedThere(
+            f"{PIPELINES}:reader_of",
+            limits=settings.limits,
+            storage_profiles=settings.storage_profiles,
         ),
-        decoder_for=partial(decoder_of, settings.custom_processors, limits=settings.limits),
+        decoder_for=LoadedThere(
+            f"{PIPELINES}:decoder_of", settings.custom_processors, limits=settings.limits
+        ),
         code_owner=code_owner,
         far_sources=far_sources,
-        identity=content_identity,
+        identity=LoadedThere(f"{PIPELINES}:content_identity"),
         hold_credentials=hold_credentials,
     )
     decoders = ProcessDecoders(
@@ -135,10 +134,11 @@ async def serve_worker_process(
         decoders, held_bytes=settings.held_bytes, read_ahead_bytes=settings.read_ahead_bytes
     )
     indexing = IndexProcesses(
-        IndexProgram(
-            custom_processors=settings.custom_processors,
-            limits=settings.limits,
-            storage_profiles=settings.storage_profiles,
+        LoadedThere(
+            "dataservice.jobs.index_program:run_index_program",
+            settings.custom_processors,
+            settings.limits,
+            settings.storage_profiles,
         ),
         slots=settings.slots,
         code_owner=code_owner,

@@ -81,6 +81,8 @@ def test_every_module_of_the_service_stands_under_a_rule() -> None:
         ("jobs.cost_file", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("jobs.layout_files", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("operate.config", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
+        ("operate.fleet", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "pyarrow", "ray"]),
+        ("serving.server", ["av", "numba", "scipy", "PIL", "tokenizers", "pyarrow", "ray"]),
         ("jobs.sample_pipeline", ["grpc", "torch", "ray"]),
         ("app", ["torch", "ray", "scipy.optimize", "matplotlib"]),
     ],

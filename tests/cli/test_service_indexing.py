@@ -21,8 +21,8 @@ from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.core.index_orders import IndexAnswer, IndexOrder, IndexPlaces, IndexProgress
 from dataservice.jobs.index_program import IndexProgram
 from dataservice.jobs.job_file import read_job
-from dataservice.jobs.sample_pipeline import code_owner
 from dataservice.jobs.setup import IndexIncompleteError, index_job, index_pipelines, job_records
+from dataservice.jobs.worker_pipeline import code_owner
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.serving.status_codes import ServiceUnreachableError
 from dataservice.sources import shared_indexing

@@ -4,7 +4,8 @@ import pytest
 
 from dataservice.core.job import CodeSpec
 from dataservice.decode.spec import PipelineSpec
-from dataservice.jobs.sample_pipeline import code_owner, worker_pipeline
+from dataservice.jobs.sample_pipeline import worker_pipeline
+from dataservice.jobs.worker_pipeline import code_owner
 
 PLAIN = PipelineSpec(tokenizer="tokenizer")
 OWN = PipelineSpec(tokenizer="tokenizer", prepare=(CodeSpec(name="tidy"),))

@@ -8,8 +8,8 @@ import pytest
 from dataservice.core.errors import IndexStaleError, SpecError, StateError
 from dataservice.jobs.find_samples import Wanted
 from dataservice.jobs.preview import preview_job
-from dataservice.jobs.sample_pipeline import code_owner
 from dataservice.jobs.setup import build_files, find_files, index_job, job_records, open_job
+from dataservice.jobs.worker_pipeline import code_owner
 from tests.jobs.corpus import PAGES, job_of, make_corpus, write_job
 
 CODE = """
