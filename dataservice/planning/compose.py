@@ -475,10 +475,7 @@ def _rivals(
 
 
 def _smaller(
-    lengths: LengthTable,
-    topology: Topology,
-    options: PlanOptions,
-    made: list[_Composed],
+    lengths: LengthTable, topology: Topology, options: PlanOptions, made: list[_Composed]
 ) -> Iterator[_Variant]:
     """Smaller microbatches, those first that promise most: a pipeline fills and drains sooner by
     as much as there are more of them, and each costs what a group always takes. What a plan `made`
@@ -490,7 +487,7 @@ def _smaller(
     longest, limit = int(lengths.llm_tokens.max()), options.memory_tokens
     needed = -(-int(lengths.llm_tokens.sum(dtype=np.int64)) // (topology.replicas * waves))
     left: dict[int, PlanOptions] = {}  # by tokens
-    for tokens in (int(most / parts) for most in (limit, needed) for parts in SMALLER):
+    for tokens in (max(1, int(most / parts)) for most in (limit, needed) for parts in SMALLER):
         smaller = replace(options, memory_tokens=tokens)
         new = all(max(tokens, other) > ALIKE * min(tokens, other) for other in (limit, *left))
         if new and smaller.longest_sample_tokens(topology.replicas) >= longest:

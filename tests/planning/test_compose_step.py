@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import workloads
-from benchmarks.planning.adversarial import COSTS
+from benchmarks.planning.adversarial import COSTS, text_only
 from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan import StepPlan
@@ -297,3 +297,18 @@ def test_more_memory_than_a_step_needs_makes_no_pipeline_slower(mix, cost):
         for tokens in (8192, 32_768, 131_072)
     ]
     assert max(took_s) <= 1.05 * min(took_s)
+
+
+@pytest.mark.parametrize("replicas", [1, 8, 64])
+@pytest.mark.parametrize("tokens", [[1], [3, 3, 3], [1] * 50, [2, 9, 1]])
+def test_a_pipeline_of_next_to_no_tokens_is_planned(tokens, replicas):
+    samples = workloads.step_samples(text_only(np.array(tokens)))
+    topology = Topology(world_size=4 * replicas, ranks_per_replica=4, pipeline_stages=4)
+    for memory_tokens in (9, 8192):
+        plan = compose_step(
+            samples,
+            step=0,
+            topology=topology,
+            options=PlanOptions(memory_tokens=memory_tokens, cost=CostModel(llm=COSTS["7B"])),
+        )
+        validate_plan(plan, memory_tokens=memory_tokens, sample_count=len(tokens))
