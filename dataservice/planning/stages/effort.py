@@ -8,13 +8,13 @@ steps of few long samples.
 
 LEAST_S, SHARE = 0.05, 0.01
 # Of waves that level many samples: a sample, a wave, and a replica of a wave.
-_SAMPLE_S, _WAVE_S, _SEAT_S = 7e-8, 2.5e-4, 3.5e-7
+_SAMPLE_S, _WAVE_S, _SEAT_S = 1e-7, 3.5e-4, 5e-7
 # Of packs formed jointly with their groups: a sample, times that where attention goes both ways,
 # and a wave.
-_JOINT_S, _BOTH_WAYS, _JOINT_WAVE_S = 5e-6, 1.5, 4e-4
+_JOINT_S, _BOTH_WAYS, _JOINT_WAVE_S = 6e-6, 1.5, 5e-4
 # Of all later stages: a sample, an item, a replica of a wave, more where it encodes, and the search
 # for an order of the waves.
-_LATER_S, _ITEM_S, _LATER_SEAT_S, _ENCODING_S, _ORDER_S = 3e-8, 8e-8, 1e-7, 2e-7, 2e-3
+_LATER_S, _ITEM_S, _LATER_SEAT_S, _ENCODING_S, _ORDER_S = 5e-8, 1.2e-7, 1.5e-7, 3e-7, 3e-3
 # Where encoders share the memory: a sample and a piece more, as waves part and dispatch is mended.
 _ROOM_S, _PIECE_S = 1.2e-6, 2e-7
 
