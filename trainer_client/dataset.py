@@ -202,6 +202,8 @@ class ShardDataset(IterableDataset[Shard]):
         moves the position. Raises MisuseError where the step was not yielded, and the error of an
         earlier commit.
         """
+        if isinstance(step, Shard):
+            raise MisuseError("a shard was given to commit; give it the number, shard.step.")
         if step > self._progress.last_handed:
             raise MisuseError(
                 f"step {step} cannot be committed: the last step yielded is "

@@ -200,6 +200,14 @@ def test_a_step_that_was_not_yielded_cannot_be_committed(service):
     shards.close()
 
 
+def test_a_shard_in_the_place_of_its_number_cannot_be_committed(service):
+    dataset = service.dataset()
+    shards = iter(dataset)
+    with pytest.raises(MisuseError, match=r"shard\.step"):
+        dataset.commit(next(shards))
+    shards.close()
+
+
 def test_measured_seconds_go_with_the_commit_of_their_own_step(service):
     dataset = service.dataset()
     for shard in dataset:
