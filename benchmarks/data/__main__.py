@@ -104,7 +104,7 @@ def to_markdown(spans: dict[str, list[Span]], given: argparse.Namespace) -> str:
     pillow = best["pillow"].cpu_ms if "pillow" in best else float("nan")
     for name, span in best.items():
         quickest = max(each.pictures_per_s for each in spans[name])
-        ratio = f"{span.cpu_ms / pillow:.2f}"
+        ratio = f"{span.cpu_ms / pillow:.2f}" if "pillow" in best else "–"
         lines.append(f"| {NAMES[name]} | {span.cpu_ms:.1f} | {ratio} | {quickest:.0f} |")
     for name, wire in (("service", "grpc"), ("same_node", "mapping")):
         if name in best:
@@ -146,6 +146,7 @@ def main() -> None:
         text = to_markdown(run(home, given.cache, given.only, given), given)
     print(text)
     if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
         page = given.out / f"data_{slug(hardware())}_{datetime.now(UTC):%Y-%m-%d}.md"
         page.write_text(text, encoding="utf-8")
 
