@@ -241,8 +241,8 @@ def run_service(
     """Serve until SIGTERM or SIGINT, or until it is known that the workers cannot start, then stop
     gracefully; in the latter case what `WorkerPool.start` raised is raised. `tell` hears what a
     start does, `ready` is called once the service serves, `staffed` once its workers are there.
-    Ends the process with status ABANDONED if something
-    does not stop within `stop_within_s`. Call it in the main thread."""
+    Ends the process with status ABANDONED if something does not stop within `stop_within_s`. Call
+    it in the main thread."""
     guard = StopGuard(config.stop_within_s)
     try:
         left = asyncio.run(_serve_until_asked(config, guard, ready, staffed, tell))

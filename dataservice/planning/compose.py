@@ -174,7 +174,8 @@ def compose_step(
         if any(least_s >= step_s for least_s in waves.least_s(static, bound)):
             continue
         more_s = composing_s(rival.waves)
-        if not rival.due and not effort.allows(waves.forming_s(rival.waves) + more_s):
+        forming = rival.forming_s(len(lengths), topology.replicas)
+        if not rival.due and not effort.allows(forming + more_s):
             continue
         try:
             found = waves.with_room
@@ -325,13 +326,6 @@ class _Waves:
             yield from map(bound.given, static.of_packs(degree, options, least.spread_s))
             yield bound.of(self.formed)
 
-    def forming_s(self, waves: int) -> float:
-        """About what forming so many of them will take; next to nothing where they are static or
-        formed already."""
-        if "formed" in self.__dict__ or self._options.stages.context == "static":
-            return 0.0
-        return forming_s(len(self._given.lengths), waves, self._given.topology.replicas)
-
     def _packed(self, lengths: LengthTable, options: PlanOptions) -> PackedStep:
         """What the group stage is given."""
         topology, limits = self._given.topology, self._given.limits
@@ -424,6 +418,13 @@ class _Variant:
     of_own: bool = False
     unpadded: bool = False
     due: bool = False
+
+    def forming_s(self, samples: int, replicas: int) -> float:
+        """About what forming its waves will take: next to nothing where they are static or those of
+        the own plan."""
+        if self.of_own or self.options[0].stages.context == "static":
+            return 0.0
+        return forming_s(samples, self.waves, replicas)
 
 
 def _decides_all(options: PlanOptions) -> bool:

@@ -226,15 +226,26 @@ async def test_a_pack_that_everyone_refuses_is_told_to_the_ranks_with_its_reason
     await until(lambda: nothing_queued(balancers, workers))  # the other packs are refused too
 
 
-async def test_steps_wait_for_as_long_as_there_is_no_worker(dispatcher, workers):
-    kept = dict(workers.infos)
+@pytest.fixture
+def late(workers):
+    """No worker is there yet; these are the ones that come."""
+    coming = dict(workers.infos)
     workers.infos.clear()
+    return coming
+
+
+async def dispatched_once_there(dispatcher, workers, late):
+    """The step is ordered when its workers have come, and not before."""
     waiting = asyncio.create_task(dispatcher.dispatch(PLAN, ORDERS))
     done, _ = await asyncio.wait({waiting}, timeout=0.05)
     assert not done
-    workers.infos.update(kept)
+    workers.infos.update(late)
     step = await waiting
     await until(lambda: ready(step))
+
+
+async def test_steps_wait_for_as_long_as_there_is_no_worker(dispatcher, workers, late):
+    await dispatched_once_there(dispatcher, workers, late)
 
 
 async def test_a_draining_worker_gets_no_orders_and_is_not_counted_as_lost(
@@ -302,20 +313,13 @@ async def test_packs_left_by_a_former_coordinator_are_used_or_released(
 
 
 async def test_packs_left_by_a_former_coordinator_are_used_though_their_workers_come_late(
-    dispatcher, workers, counts
+    dispatcher, workers, late, counts
 ):
     former = {order.key: f"w{order.key.pack % 3}" for order in ORDERS}
     for key, name in former.items():
         workers.held[name].add(key)
-    kept = dict(workers.infos)
-    workers.infos.clear()
     await dispatcher.start()
-    waiting = asyncio.create_task(dispatcher.dispatch(PLAN, ORDERS))
-    done, _ = await asyncio.wait({waiting}, timeout=0.05)
-    assert not done
-    workers.infos.update(kept)
-    step = await waiting
-    await until(lambda: ready(step))
+    await dispatched_once_there(dispatcher, workers, late)
     assert {key: name for name, key in workers.ordered} == former
     assert counts.found == len(former)
 

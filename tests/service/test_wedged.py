@@ -8,10 +8,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.cli.status import UNWELL
 from dataservice.operate.stopping import ABANDONED
@@ -20,6 +18,7 @@ from dataservice.serving.health_ports import LIVENESS, READY
 from dataservice.serving.status_codes import ServiceUnreachableError
 from soak.cluster import free_port
 from soak.processes import family
+from tests.health import NOT_SERVING, SERVING, told
 from tests.service import wedged
 from tests.service.small import indexed_job, make_corpus
 from tests.service.support import Ranks, ServiceProcess, wait_for
@@ -30,8 +29,6 @@ UNWELL_AFTER_S = 4.0  # signs are looked at each second, and a machine that is b
 STOP_WITHIN_S = 8.0
 LIMIT_S = 60.0  # of what takes seconds where the machine has nothing else to do
 RANKS = 48  # more than there are threads for planning
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +90,7 @@ def wedged_loop(service: ServiceProcess) -> None:
 def probed(service: ServiceProcess, name: str = READY) -> int:
     """What a probe of Kubernetes is answered."""
     config = yaml.safe_load((service.home / "service.yaml").read_text())
-    return answered(config["health_listen"], name)
-
-
-def answered(address: str, name: str = READY) -> int:
-    with grpc.insecure_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service=name)
-        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=LIMIT_S).status
+    return told(config["health_listen"], name)
 
 
 def unwell(service: ServiceProcess) -> None:
@@ -148,7 +139,9 @@ def ask_in_vain(service: ServiceProcess) -> None:
 
 
 def test_a_service_that_is_well_says_so_and_ends_cleanly(service):
-    assert (probed(service), probed(service, LIVENESS), answered(service.address)) == (SERVING,) * 3
+    assert (probed(service), probed(service, LIVENESS), told(service.address, READY)) == (
+        SERVING,
+    ) * 3
     assert not health(service)
     service.cli("status", "--check")
     assert stopped(service) == 0
@@ -164,7 +157,7 @@ def test_planning_that_hangs_leaves_all_else_its_threads_and_is_told(service):
         assert client.job("job").samples > 0  # a question to the store
         assert [status.record.name for status in client.jobs()] == ["job"]
     assert "threads for planning" in check(service)
-    assert answered(service.address) == NOT_SERVING
+    assert told(service.address, READY) == NOT_SERVING
     assert probed(service, LIVENESS) == NOT_SERVING  # a restart alone ends it
     assert stopped(service) == ABANDONED
     log = service.log.read_text()

@@ -4,17 +4,16 @@ waits. One whose workers cannot start ends, and says why."""
 import signal
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dataservice.operate.stopping import ABANDONED
 from dataservice.serving.health_ports import LIVENESS, READY
 from soak.cluster import cluster, free_port
 from soak.processes import family, title
 from soak.service import STOP_LIMIT_S
+from tests.health import SERVING, told
 from tests.service.small import SAMPLES, indexed_job, make_corpus
 from tests.service.support import (
     Ranks,
@@ -28,14 +27,6 @@ from tests.service.support import (
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long]
 
 STAFFED = "serving with "
-SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-def told(address: str, service: str) -> int:
-    """What the health check of this service says."""
-    with grpc.insecure_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service=service)
-        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status
 
 
 def config(home: Path, **more: object) -> tuple[str, str]:

@@ -11,10 +11,8 @@ from dataservice.core.tls import TlsSpec
 from dataservice.serving.health_ports import LIVENESS, READY, HealthPort, OwnRequest
 from dataservice.serving.server import serve_coordinator
 from dataservice.serving.status_codes import ServiceUnreachableError
+from tests.health import NOT_SERVING, SERVING, told
 from tests.ipv6 import needs_ipv6
-
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture
@@ -22,12 +20,6 @@ def port():
     port = HealthPort("127.0.0.1:0")
     yield port
     port.stop()
-
-
-def told(address, service):
-    with grpc.insecure_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service=service)
-        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status
 
 
 def written(tmp_path, *names, ca=None):
