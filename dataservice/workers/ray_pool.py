@@ -360,7 +360,7 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
             runtime_env=_read_runtime_env(config.runtime_env),
             **options,
         )
-    except (ConnectionError, OSError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # where its processes are slow to come up, Ray raises a bare one
         where = "on this machine" if config.address is None else f"at {config.address}"
         raise WorkerLostError(
             f"Ray {where} cannot be used: {str(error).rstrip('.')}. Check the address, that it "
