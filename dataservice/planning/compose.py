@@ -170,12 +170,12 @@ def compose_step(
         step_s = effort.step_s = best.time.total_s
         if step_s <= bound_s * NEAR:
             break
-        waves = own if rival.of_own else _Waves(given, rival)
-        if any(least_s >= step_s for least_s in waves.least_s(static, bound)):
-            continue
         more_s = composing_s(rival.waves)
         forming = rival.forming_s(len(lengths), topology.replicas)
         if not rival.due and not effort.allows(forming + more_s):
+            continue
+        waves = own if rival.of_own else _Waves(given, rival)
+        if any(least_s >= step_s for least_s in waves.least_s(static, bound)):
             continue
         try:
             found = waves.with_room

@@ -181,6 +181,9 @@ CASES: dict[str, Callable[[], Seconds]] = {
     "video in bytes, 256 replicas": lambda: step(
         workloads.video(4000), replicas=256, memory=in_bytes(1.0), cost=SMALL
     ),
+    "image-text in bytes, 4 stages, waves that would be full to the brim": lambda: step(
+        workloads.vlm_sft(3840), stages=4, cost=SMALL, memory=in_bytes(1.0)
+    ),
     # each of these is planned worse by 1 to 24 % without one kind of rival: items at home, all
     # tokens that memory holds, fewer a wave, tokens of its own degree, balanced seats
     "documents, items at home": lambda: step(workloads.vlm_long(512), meet="step", moves=MOVES),

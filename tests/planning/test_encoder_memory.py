@@ -17,7 +17,7 @@ from dataservice.core.sample import ItemLengths, LengthTable, Modality, SampleLe
 from dataservice.core.topology import Topology
 from dataservice.planning import compose as compose_module
 from dataservice.planning.compose import StepSamples, compose_step
-from dataservice.planning.encoder_memory.fit import fit_items, have_room
+from dataservice.planning.encoder_memory.fit import fit_items, have_room, keep_rooms
 from dataservice.planning.encoder_memory.room import EncoderRoom
 from dataservice.planning.encoder_memory.waves import sample_without_room
 from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_program
@@ -429,6 +429,41 @@ def test_items_that_are_placed_fit_and_small_ones_always_are(sizes, room):
         largest = int(falling.max())
         assert falling.sum() + len(room) * largest > rooms.sum(), "there was room for any of them"
     assert have_room(falling, rooms) == found
+
+
+def test_what_a_full_replica_hands_on_goes_to_whoever_keeps_least():
+    """In nodes of 2, replica 0 keeps 30 of 20: replica 1 of its node has no room, 2 has most."""
+    rooms = np.array([[20, 10, 100, 40]])
+    sizes = np.array([20, 10, 10, 40, 5])
+    kept, full = keep_rooms(
+        np.zeros(5, np.int64), sizes, np.array([0, 0, 1, 2, 3], np.int32), rooms, 2
+    )
+    assert kept.tolist() == [0, 3, 1, 2, 3]
+    assert not full.any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), waves=st.integers(1, 3), node=st.integers(1, 4))
+def test_what_is_handed_on_fits_and_nothing_else_moves(data, waves, node):
+    rooms = np.array(
+        [data.draw(st.lists(st.integers(0, 60), min_size=4, max_size=4)) for _ in range(waves)]
+    )
+    item = st.tuples(st.integers(0, waves - 1), st.integers(0, 30), st.integers(0, 3))
+    items = data.draw(st.lists(item, min_size=1, max_size=12))
+    wave_of, sizes, replica = (np.array(column) for column in zip(*items, strict=True))
+    kept, full = keep_rooms(wave_of, sizes, replica.astype(np.int32), rooms, node)
+    before, after = np.zeros((waves, 4), int), np.zeros((waves, 4), int)
+    np.add.at(before, (wave_of, replica), sizes)
+    np.add.at(after, (wave_of, kept), sizes)
+    for wave in range(waves):
+        mine = wave_of == wave
+        if full[wave]:
+            falling = np.sort(sizes[mine])[::-1].copy()
+            assert not fit_items(falling, rooms[wave], np.empty(falling.size, np.int64))
+        else:
+            assert (after[wave] <= rooms[wave]).all()
+            if (before[wave] <= rooms[wave]).all():
+                assert (kept[mine] == replica[mine]).all()
 
 
 @pytest.mark.parametrize("part", [0.5, 0.9, 0.97, 1.0])

@@ -1,8 +1,8 @@
 """Items into the room that replicas have: whether they fit at all, and mending a dispatch.
 
 A dispatch that keeps seconds level nearly always keeps bytes as well. Where it does not, a replica
-with too much hands items on, the smallest that is enough first, to whoever has most room, of its
-node if one there has it; where that fails, all items of the wave are placed anew.
+with too much hands items on, the smallest that is enough first, to whoever keeps least, of its node
+if one there has room; where that fails, all items of the wave are placed anew.
 
     room   ███████ ██████ ███ ██████       largest item first, always where most room is left;
     items  ▒▒▒▒▒▒  ▒▒▒▒▒  ▒▒▒ ▒▒▒▒         failing that, where it leaves the least
@@ -156,15 +156,15 @@ def keep_rooms(
     full = np.zeros(waves, np.bool_)  # bool[waves that have a replica with too much]
     for wave in range(waves):
         full[wave] = left[wave].min() < 0
-    some = np.flatnonzero(full[wave_of])  # int64[items of these]
-    falling = some[argsort_falling(sizes[some])]
-    listed, begins = group_stable(wave_of, falling, waves)
+    listed, begins = group_stable(wave_of, _falling_of_full(wave_of, sizes, kept, left), waves)
     for wave in range(waves):
         if not full[wave]:
             continue
         items = listed[begins[wave] : begins[wave + 1]]
         full[wave] = False
-        if not _hand_on(items, sizes, kept, left[wave], ranks_per_node):
+        if not _hand_on(items, sizes, kept, left[wave], rooms[wave], ranks_per_node):
+            items = np.flatnonzero(wave_of == wave)
+            items = items[argsort_falling(sizes[items])]
             place_of = np.empty(items.size, np.int64)
             full[wave] = not fit_items(sizes[items], rooms[wave], place_of)
             for k in range(items.size if not full[wave] else 0):
@@ -172,33 +172,53 @@ def keep_rooms(
     return kept, full
 
 
-@leaf
+@kernel
+def _falling_of_full(
+    wave_of: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    replica_of: NDArray[np.int32],
+    left: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Items of replicas with too much, whose left[wave, replica] is below 0: by falling size."""
+    some, count = np.empty(sizes.size, np.int64), 0
+    for item in range(sizes.size):
+        if left[wave_of[item], replica_of[item]] < 0:
+            some[count] = item
+            count += 1
+    return some[:count][argsort_falling(sizes[some[:count]])]
+
+
+@kernel
 def _hand_on(
     items: NDArray[np.int64],
     sizes: NDArray[np.int64],
     kept: NDArray[np.int32],
     left: NDArray[np.int64],
+    rooms: NDArray[np.int64],
     ranks_per_node: int,
 ) -> bool:
     """Relieve each replica whose `left` [N] is below 0; whether all were, in so many looks at items
-    and replicas. `items` fall by size."""
+    and replicas. `items` are theirs, falling by size: only who has room takes on more, so that one
+    with too much never has others."""
     looks = _CLOSE_LOOKS
+    listed, begins = group_stable(kept, items, left.size)
     for replica in range(left.size):
+        own = listed[begins[replica] : begins[replica + 1]]
         while left[replica] < 0:
-            looks -= items.size + left.size
+            looks -= own.size + left.size
             if looks < 0:
                 return False
             moved = False
             enough = -1  # the smallest item that is enough by itself
-            for k in range(items.size - 1, -1, -1):
-                if kept[items[k]] == replica and sizes[items[k]] >= -left[replica]:
+            for k in range(own.size - 1, -1, -1):
+                if kept[own[k]] == replica and sizes[own[k]] >= -left[replica]:
                     enough = k
                     break
-            for k in range(max(enough, 0), items.size):  # that one, or else the largest that moves
-                item = items[k]
+            for k in range(max(enough, 0), own.size):  # that one, or else the largest that moves
+                item = own[k]
                 if kept[item] != replica or sizes[item] == 0:
                     continue
-                taker = _roomiest(left, replica, ranks_per_node, sizes[item])
+                taker = _taker(left, rooms, replica, ranks_per_node, sizes[item])
                 if taker >= 0:
                     kept[item] = taker
                     left[taker] -= sizes[item]
@@ -211,16 +231,24 @@ def _hand_on(
 
 
 @leaf
-def _roomiest(left: NDArray[np.int64], replica: int, ranks_per_node: int, size: int) -> int:
-    """Who has most room for an item of `size`, in the node of `replica` if one there has; or −1."""
+def _taker(
+    left: NDArray[np.int64],
+    rooms: NDArray[np.int64],
+    replica: int,
+    ranks_per_node: int,
+    size: int,
+) -> int:
+    """Who keeps least and has room for an item of `size`, in the node of `replica` if one there
+    has it; or −1."""
     first = replica // ranks_per_node * ranks_per_node
-    best = -1
-    for near in range(first, min(first + ranks_per_node, left.size)):
-        if left[near] >= size and (best < 0 or left[near] > left[best]):
-            best = near
-    if best >= 0:
-        return best
-    for taker in range(left.size):
-        if left[taker] >= size and (best < 0 or left[taker] > left[best]):
-            best = taker
-    return best
+    node = first, min(first + ranks_per_node, left.size)
+    for begin, end in (node, (0, left.size)):
+        best = -1
+        for other in range(begin, end):
+            if left[other] >= size and (
+                best < 0 or rooms[other] - left[other] < rooms[best] - left[best]
+            ):
+                best = other
+        if best >= 0:
+            return best
+    return -1

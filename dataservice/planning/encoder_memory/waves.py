@@ -7,10 +7,14 @@ grouped again, in ever smaller packs. What is left after a few rounds has waves 
 
     wave 0 [■■■■ ▒▒][■■■ ▒▒][■■ ▒▒▒▒▒▒▒]      the third's items have no room anywhere
     wave 0 [■■■■ ▒▒][■■■ ▒▒]   wave 1 [■■ ▒▒▒▒▒▒▒][■ ▒▒▒ of another wave]
+
+A wave that is full to the brim has its items where there is room, so that all wait for the few
+replicas with little else. If it is level with a few groups fewer, these leave it too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +25,7 @@ from dataservice.core.plan_options import Context
 from dataservice.core.sample import IntArray, LengthTable
 from dataservice.planning.context.plan import ContextPlan
 from dataservice.planning.encoder_memory.fit import have_room, surely_fit
-from dataservice.planning.encoder_memory.room import EncoderRoom, piece_count, room_beside
+from dataservice.planning.encoder_memory.room import EncoderRoom, room_beside
 from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.kernels.integers import padded_length
 from dataservice.planning.kernels.sort import argsort_falling
@@ -30,6 +34,10 @@ from dataservice.planning.pieces import first_of_piece
 # Rounds in which what left its wave is grouped again, each in packs this much smaller.
 _ROUNDS = 6
 _SMALLER = 0.85
+# Of a wave's groups or a group's samples, to what part it is found out how many fit.
+_PARTS = 128
+# Times the groups with which a wave is level, where more of them have room too: then these stay.
+_WORTH_LEAVING = 1.2
 
 
 class NoRoomError(PlanningError):
@@ -61,20 +69,24 @@ def least_tokens(llm_tokens: NDArray[np.int32], degrees: Sequence[int]) -> int:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaveRoom:
     """The samples of a step, `lengths`, and what they encode: each item may be cut into `units`
-    int32[m] of `unit_bytes` int64[m], each on one of the `replicas`, which have `room` for it.
-    `degrees` are those that a group may have, rising."""
+    int32[m] of `unit_bytes` int64[m], and usually is into `pieces` int64[m], each on one of the
+    `replicas`, which have `room` for it. `degrees` are those that a group may have, rising."""
 
     lengths: LengthTable
     units: NDArray[np.int32]
     unit_bytes: NDArray[np.int64]
+    pieces: NDArray[np.int64]
     room: EncoderRoom
     replicas: int
     degrees: Sequence[int]
 
-    def fits(self, samples: IntArray, offsets: IntArray, degrees: IntArray) -> bool:
+    def fits(
+        self, samples: IntArray, offsets: IntArray, degrees: IntArray, *, level: bool = False
+    ) -> bool:
         """Whether a wave of groups, samples[offsets[g]:offsets[g+1]] on degrees[g] replicas each,
         has room for all of its items: either surely for their units, however they come, or for
-        pieces of them, the largest first. O(k log N) for k pieces, O(items + N) in the first case.
+        pieces of them, the largest first. `level`: though no replica takes more than the mean and
+        one piece. O(k log N) for k pieces, O(items + N) in the first case.
         """
         return bool(
             _wave_fits(
@@ -85,9 +97,11 @@ class WaveRoom:
                 self.lengths.item_offsets,
                 self.units,
                 self.unit_bytes,
+                self.pieces,
                 self.replicas,
                 self.room.microbatch_bytes,
                 self.room.llm_token_bytes,
+                level,
             )
         )
 
@@ -107,11 +121,11 @@ class WaveRoom:
 
     def most(self, count: int, fits: Callable[[int], bool]) -> int:
         """A number up to `count` for which `fits` holds, 0 where none is found: by halves, as if
-        less always fitted where more does. O(log count) calls."""
+        less always fitted where more does, and to a part of `count`. O(1) calls for many."""
         if fits(count):
             return count
         low, high = 0, count
-        while high - low > 1:
+        while high - low > max(1, count // _PARTS):
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
@@ -179,11 +193,14 @@ def _part_wave(wave: ContextPlan, step: WaveRoom) -> tuple[ContextPlan | None, N
     groups = wave.time_s.size
     slowest = np.lexsort((np.arange(groups), -wave.time_s))
 
-    def fits(count: int) -> bool:
+    def fits(count: int, level: bool) -> bool:
         part = _with_groups(wave, np.sort(slowest[:count]))
-        return step.fits(part.samples, part.sample_offsets, part.degrees)
+        return step.fits(part.samples, part.sample_offsets, part.degrees, level=level)
 
-    count = step.most(groups, fits)
+    count = step.most(groups, partial(fits, level=True))
+    more = int(count * _WORTH_LEAVING) + 1
+    if more <= groups and fits(more, level=False):
+        count = step.most(groups, partial(fits, level=False))
     if count == groups:
         return wave, np.zeros(0, np.int64)
     leaves = _with_groups(wave, np.sort(slowest[count:])).samples.astype(np.int64)
@@ -277,16 +294,22 @@ def _wave_fits(
     item_offsets: NDArray[np.int64],
     units: NDArray[np.int32],
     unit_bytes: NDArray[np.int64],
+    piece_counts: NDArray[np.int64],
     replicas: int,
     microbatch_bytes: int,
     llm_token_bytes: float,
+    level: bool,
 ) -> bool:
-    held_bytes, largest = 0, 0
+    held_bytes, largest, count, piece = 0, 0, 0, 0
     for sample in samples:
         for item in range(item_offsets[sample], item_offsets[sample + 1]):
             held_bytes += units[item] * unit_bytes[item]
             largest = max(largest, unit_bytes[item])
-    room = np.full(replicas, microbatch_bytes)  # int64[N]
+            pieces = piece_counts[item]
+            piece = max(piece, -(-units[item] // pieces) * unit_bytes[item])
+            count += pieces
+    most = held_bytes // replicas + piece if level else microbatch_bytes
+    room = np.empty(replicas, np.int64)
     seat = 0
     for group in range(degrees.size):
         held = 0
@@ -294,21 +317,19 @@ def _wave_fits(
             held += padded_length(tokens[samples[place]], degrees[group])
         left = room_beside(held // degrees[group], microbatch_bytes, llm_token_bytes)
         for place in range(seat, seat + degrees[group]):
-            room[place] = left
+            room[place] = min(left, most)
         seat += degrees[group]
+    for place in range(seat, replicas):
+        room[place] = min(microbatch_bytes, most)
     if surely_fit(held_bytes, largest, room):
         return True
     if held_bytes > room.sum() or largest > room.max():
         return False
-    count = 0
-    for sample in samples:
-        for item in range(item_offsets[sample], item_offsets[sample + 1]):
-            count += piece_count(unit_bytes[item], units[item], microbatch_bytes)
     sizes = np.empty(count, np.int64)  # int64[pieces of the wave]
     at = 0
     for sample in samples:
         for item in range(item_offsets[sample], item_offsets[sample + 1]):
-            pieces = piece_count(unit_bytes[item], units[item], microbatch_bytes)
+            pieces = piece_counts[item]
             for place in range(pieces):
                 first = first_of_piece(units[item], pieces, place)
                 behind = first_of_piece(units[item], pieces, place + 1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dataservice.core.sample import IntArray
 from dataservice.planning.kernels.compile import kernel, leaf
 
 _DIGIT_BITS = 11
@@ -171,7 +172,7 @@ def argsort_rising(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
 @kernel
 def group_stable(
-    keys: NDArray[np.int64], order: NDArray[np.int64], groups: int
+    keys: IntArray, order: NDArray[np.int64], groups: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Reorder `order` int64[m], which names no place twice, by keys[order], each in [0, groups),
     keeping ties as they are.

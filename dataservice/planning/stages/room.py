@@ -74,11 +74,14 @@ def step_room(
 ) -> WaveRoom:
     """What tells whether samples of these lengths have room in a wave, each item in pieces where it
     may be cut into `units` int32[m]."""
-    modality, tokens = lengths.item_modality, lengths.item_encoder_tokens
+    unit_bytes = room.unit_bytes(lengths.item_modality, lengths.item_encoder_tokens, units)
+    if units is None:
+        units = np.ones(unit_bytes.size, np.int32)
     return WaveRoom(
         lengths=lengths,
-        units=np.ones(len(tokens), np.int32) if units is None else units,
-        unit_bytes=room.unit_bytes(modality, tokens, units),
+        units=units,
+        unit_bytes=unit_bytes,
+        pieces=room.pieces(unit_bytes, units),
         room=room,
         replicas=topology.replicas,
         degrees=_degrees(lengths, topology, options),
