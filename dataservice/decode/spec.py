@@ -10,6 +10,7 @@ from dataservice.core.errors import SpecError
 from dataservice.core.job import STRICT, CodeSpec
 from dataservice.core.positions import IN_SEQUENCE, PositionRule
 from dataservice.decode.placeholders import PlaceholderTokens
+from dataservice.decode.processors.frames import require_unit_frames
 from dataservice.decode.processors.gemma3 import Gemma3Processor
 from dataservice.decode.processors.idefics3 import Idefics3Processor
 from dataservice.decode.processors.internvl import InternVLProcessor
@@ -35,6 +36,13 @@ class CustomVisionSpec:
     service takes one."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments it is made with."""
+    unit_frames: int = 0
+    """Tiles or frames that the model's encoder takes together, where none attends to one outside:
+    1 where it encodes each by itself. Between those, large pictures and clips may be cut for
+    several replicas; by default they are whole."""
+
+    def __post_init__(self) -> None:
+        require_unit_frames(self.unit_frames)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -325,6 +325,9 @@ def test_a_users_own_processor_is_found_by_its_name(kitchen, sample, files):
     lengths = pipeline.measure(raw)
     assert [item.shape for item in lengths.items] == [(1, 8, 8, 3), (2, 8, 8, 3)]
     assert len(pipeline.decode(raw, lengths).items) == 2
+    cut = kitchen.spec(vision=replace(spec.vision, unit_frames=1))
+    same = build_pipeline(cut, custom_processors={"stamps": Stamps})
+    assert same.fingerprint == pipeline.fingerprint, "pixels are the same"
     other = kitchen.spec(vision=CustomVisionSpec(name="stamps", options={"side": 9}))
     assert (
         build_pipeline(other, custom_processors={"stamps": Stamps}).fingerprint

@@ -172,13 +172,14 @@ def test_numbers_that_cannot_be_are_refused(numbers, message):
 
 
 def test_the_identity_follows_the_folders_content_and_not_its_place(kitchen, tmp_path):
-    def digest(place: str, **options: object) -> str:
+    def digest(place: str, unit_frames: int = 0, **options: object) -> str:
         folder = folder_of(tmp_path / place, "BlipImageProcessor", **options)
-        spec = TransformersImageSpec(folder=folder, patch=14)
+        spec = TransformersImageSpec(folder=folder, patch=14, unit_frames=unit_frames)
         return kitchen.pipeline(vision=spec).digests["processors"]
 
     here = digest("here", **SMALL)
     assert digest("there", **SMALL) == here
+    assert digest("here", unit_frames=1, **SMALL) == here, "pixels are the same"
     assert digest("there", **SMALL, image_mean=[0.5, 0.5, 0.5]) != here
     assert digest("there", size={"height": 28, "width": 28}) != here
 

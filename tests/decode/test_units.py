@@ -1,5 +1,7 @@
 """Where a processor says that an item may be cut, its family's own encoder gives the same rows."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import (
@@ -15,9 +17,12 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
+from dataservice.core.errors import SpecError
 from dataservice.decode.processors.internvl import InternVLProcessor
 from dataservice.decode.processors.llava import LlavaProcessor
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
+from dataservice.decode.processors.transformers_image import TransformersImageSpec
+from dataservice.decode.spec import CustomVisionSpec, PipelineSpec
 from trainer_client.encoder_inputs import patch_rows, square_pixels
 
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -65,6 +70,23 @@ def test_a_clip_cut_inside_a_pair_of_frames_has_other_rows():
     clip = torch.randint(0, 256, (4, 56, 56, 3), dtype=torch.uint8)
     whole = rows_of(encoder, [clip])
     assert not torch.allclose(rows_of(encoder, [clip[:1], clip[1:]])[: len(whole)], whole)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(CustomVisionSpec, name="stamps"),
+        partial(TransformersImageSpec, folder="model", patch=14),
+    ],
+    ids=["code of ones own", "a folder of transformers"],
+)
+def test_whoever_names_a_processor_of_another_model_says_where_its_items_may_be_cut(make):
+    def unit_frames(**more):
+        return PipelineSpec(tokenizer="tokenizer", vision=make(**more)).unit_frames
+
+    assert (unit_frames(), unit_frames(unit_frames=2)) == (0, 2)
+    with pytest.raises(SpecError, match=r"unit_frames is -1; it must be in 0\.\.65,536: 1 where"):
+        unit_frames(unit_frames=-1)
 
 
 LAYERS = {

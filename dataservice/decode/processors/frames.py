@@ -1,4 +1,4 @@
-"""Rules that choose the frames of a clip."""
+"""Rules about frames: which of a clip are taken, and how many an encoder takes together."""
 
 import numpy as np
 
@@ -13,6 +13,15 @@ def require_frames(processor: str, video_frames: int) -> None:
     if not 1 <= video_frames <= MOST_FRAMES:
         raise SpecError(
             f"{processor} video_frames is {video_frames}; it must be in 1..{MOST_FRAMES:,}."
+        )
+
+
+def require_unit_frames(unit_frames: int) -> None:
+    """Raises SpecError on a number of frames that no encoder takes together."""
+    if not 0 <= unit_frames <= MOST_FRAMES:
+        raise SpecError(
+            f"vision unit_frames is {unit_frames}; it must be in 0..{MOST_FRAMES:,}: 1 where each "
+            "tile is encoded by itself, 0 where pictures and clips are to stay whole."
         )
 
 

@@ -27,6 +27,7 @@ from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.job import STRICT
 from dataservice.core.quoting import cut, quoted
 from dataservice.decode.processors.base import VideoHeader, View, VisionPlan, no_clips
+from dataservice.decode.processors.frames import require_unit_frames
 
 Pixels = NDArray[np.uint8]
 
@@ -55,8 +56,13 @@ class TransformersImageSpec:
     tokens_per_tile: int | None = None
     """LLM tokens of each tile, in place of merge, for models that resample them to a fixed
     number."""
+    unit_frames: int = 0
+    """Tiles that the model's encoder takes together, where none attends to one outside: 1 where it
+    encodes each by itself. Between those, large pictures may be cut for several replicas; by
+    default they are whole."""
 
     def __post_init__(self) -> None:
+        require_unit_frames(self.unit_frames)
         counts = {"patch": self.patch, "merge": self.merge, "tokens_per_tile": self.tokens_per_tile}
         for name, count in counts.items():
             if count is not None and not 1 <= count <= 4096:
@@ -92,7 +98,8 @@ class TransformersImageProcessor:
     def identity(self) -> dict[str, object]:
         """What decides its tokens and pixels: the options, the class, its release. Not the place of
         the folder."""
-        told = {key: value for key, value in asdict(self._spec).items() if key != "folder"}
+        told = asdict(self._spec)
+        del told["folder"], told["unit_frames"]  # where items may be cut decides no pixel
         backend = getattr(self._processor, "backend", "")
         libraries = ["transformers", *(["torchvision"] if backend == "torchvision" else [])]
         return {
