@@ -151,10 +151,12 @@ def compose_step(
         """The plan, or one of the same packs if it ends sooner: with heavy items in few waves or,
         where replicas meet once a step, at home."""
         once = not bound.counts_waves
-        worth = made.balances_items if once else made.waits_for_encoders
         more_s = composing_s(len(made.found.waves))
-        if not worth or not effort.spend(more_s):
+        if not effort.allows(more_s):
             return made
+        if not (made.balances_items if once else made.waits_for_encoders):
+            return made
+        effort.take(more_s)
         found = made.found if once else waves.gathered(made)
         if found is None:
             return made
@@ -206,7 +208,8 @@ def compose_step(
 class _Composed:
     """A plan by `options`, and what its stages have to report: `items` as they were drawn; the
     slowest replicas of all waves take `encoded_s` float64[modalities], and no phase takes less than
-    `encoding_s` float64[phases]. The busiest stage works for `busy_s`."""
+    `encoding_s` float64[phases], which is known where items are balanced. The busiest stage works
+    for `busy_s`."""
 
     options: PlanOptions
     packed: PackedStep
@@ -215,7 +218,7 @@ class _Composed:
     grouped: StepPlan
     items: EncoderItems
     encoded_s: NDArray[np.float64]
-    encoding_s: NDArray[np.float64]
+    encoding_s: NDArray[np.float64] | None
     busy_s: float
     time: StepTime
     reports: tuple[StageReport, ...]
@@ -235,6 +238,9 @@ class _Composed:
 
     def plan(self, more: tuple[StageReport, ...]) -> StepPlan:
         """The whole plan, with the reports of its stages and then these."""
+        encoding_s, replicas = self.encoding_s, self.grouped.replicas
+        if encoding_s is None:
+            encoding_s = encoding_bounds(self.items, replicas)
         reports = (
             pack_report(self.lengths, self.packed.packed[1], self.found.waves, self.options),
             group_report(self.packed, self.found),
@@ -242,8 +248,8 @@ class _Composed:
             *dispatch_reports(
                 self.items,
                 self.encoded_s,
-                self.encoding_s,
-                self.grouped.replicas,
+                encoding_s,
+                replicas,
                 self.options.stages.dispatch,
             ),
             *more,
@@ -373,7 +379,7 @@ def _composed(
     held_tokens = options.over(topology).memory_tokens
     check_packs(grouped, memory_tokens=held_tokens, sample_count=len(lengths))
     items = encoder_items(grouped, options.cost)
-    encoding_s = encoding_bounds(items, replicas)
+    encoding_s = None if stages.dispatch == "home" else encoding_bounds(items, replicas)
     if at_home:
         near = keep_near(grouped, items, parts)
     grouped, pieces = place_items(grouped, items, encoding_s, topology, options, near=near)

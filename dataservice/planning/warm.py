@@ -44,6 +44,7 @@ def warm_up() -> None:
     samples = _samples()
     choices = [PlanOptions(memory_tokens=MEMORY_TOKENS, strategy=name) for name in STRATEGIES]
     choices.append(PlanOptions(memory_tokens=MEMORY_TOKENS, pack="balanced"))
+    choices.append(PlanOptions(memory_tokens=MEMORY_TOKENS, full_attention="items"))
     tight = MemoryModel(
         budget_bytes=4 * MEMORY_TOKENS, llm_token_bytes=4, vision_token_bytes=1, audio_token_bytes=1
     )

@@ -48,7 +48,9 @@ class EncoderLoads:
 
     def mean_s(self, replicas: int) -> NDArray[np.float64]:
         """What a replica encodes of each modality in the mean: float64[modalities]."""
-        return np.bincount(self.phase % MODALITIES, self.seconds, MODALITIES) / replicas
+        of_phase = np.bincount(self.phase, self.seconds, self.phases)
+        mean_s: NDArray[np.float64] = of_phase.reshape(-1, MODALITIES).sum(axis=0) / replicas
+        return mean_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,7 +47,7 @@ _TRIES = 3  # sliced, in even pieces, in single units
 def place_items(
     grouped: StepPlan,
     items: EncoderItems,
-    bound_s: NDArray[np.float64],
+    bound_s: NDArray[np.float64] | None,
     topology: Topology,
     options: PlanOptions,
     *,
@@ -56,15 +56,16 @@ def place_items(
     """The plan with each of its `items` on the replica that encodes it, and what it then encodes:
     pieces of the long ones in each wave that ends sooner by it. Where memory counts encoders, every
     replica has room for what it is given. Baselines leave items whole where there is room, as
-    trainers do. `bound_s` float64[phases] are the items' `encoding_bounds`; `near` int32[m], where
-    it is given, has a replica for each item, which stays whole where there is room."""
+    trainers do. `bound_s` float64[phases] are the items' `encoding_bounds`, None where they stay at
+    home; `near` int32[m], where it is given, has a replica for each item, which stays whole where
+    there is room."""
     room = EncoderRoom.of(options.memory, topology)
     pieces, unit_bytes = np.ones(items.units.size, np.int64), None
     if room is not None:
         unit_bytes = room.unit_bytes(grouped.item_modality, items.encoder_tokens, items.units)
         pieces = room.pieces(unit_bytes, items.units)
     sliced = None
-    if options.stages.dispatch != "home" and near is None:
+    if bound_s is not None and near is None:
         rooms = None if room is None else room.rooms(grouped)
         sliced = _sliced(grouped, items, pieces, bound_s, unit_bytes, rooms, topology, options)
     for _ in range(_TRIES):

@@ -19,6 +19,7 @@ from dataservice.planning.context.groups import (
 from dataservice.planning.context.many import find_many_waves
 from dataservice.planning.context.units import Degrees
 from dataservice.planning.encoder_memory.room import EncoderRoom
+from dataservice.planning.kernels.compile import kernel
 from dataservice.planning.stages.effort import Effort, forming_s, joint_s
 from dataservice.planning.stages.pack import Packed
 
@@ -55,10 +56,22 @@ def _of_items(lengths: LengthTable) -> NDArray[np.float64] | None:
     Σ v²/s² of items of v tokens in a sample of s."""
     if len(lengths.item_llm_tokens) == 0:
         return None
-    squares = np.concatenate([[0.0], np.cumsum(lengths.item_llm_tokens.astype(np.float64) ** 2)])
-    both_ways = squares[lengths.item_offsets[1:]] - squares[lengths.item_offsets[:-1]]
-    share: NDArray[np.float64] = both_ways / lengths.llm_tokens.astype(np.float64) ** 2
-    return np.minimum(share, 1.0)
+    return _squares_shares(lengths.llm_tokens, lengths.item_offsets, lengths.item_llm_tokens)
+
+
+@kernel
+def _squares_shares(
+    llm_tokens: NDArray[np.int32],
+    item_offsets: NDArray[np.int64],
+    item_llm_tokens: NDArray[np.int32],
+) -> NDArray[np.float64]:
+    shares = np.empty(llm_tokens.size)
+    for sample in range(llm_tokens.size):
+        both_ways = 0.0
+        for item in range(item_offsets[sample], item_offsets[sample + 1]):
+            both_ways += float(item_llm_tokens[item]) ** 2
+        shares[sample] = min(both_ways / float(llm_tokens[sample]) ** 2, 1.0)
+    return shares
 
 
 FULL_ATTENTION: dict[FullAttention, Callable[[LengthTable], NDArray[np.float64] | None]] = {
