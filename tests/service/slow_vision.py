@@ -14,7 +14,7 @@ class SlowVision:
     """Qwen2-VL's plans, after a while."""
 
     def __init__(self) -> None:
-        self._inner = Qwen2VLProcessor(video_min_pixels=3136)
+        self._inner = Qwen2VLProcessor(video_min_pixels=3136, video_fps=8.0)
 
     def plan_image(self, *, width: int, height: int) -> VisionPlan:
         time.sleep(SLEEP_S)

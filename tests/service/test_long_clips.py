@@ -4,6 +4,7 @@ import pytest
 
 from dataservice.jobs.setup import job_records, open_job
 from tests.service.small import CLIPS, indexed_job, make_corpus
+from tests.service.slow_vision import IMPORT_PATH
 from tests.service.support import Ranks, decoder_of_job, serving
 
 pytestmark = pytest.mark.long
@@ -11,8 +12,15 @@ pytestmark = pytest.mark.long
 RANKS = 3
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
+VISIONS = {
+    "a built-in family": {"kind": "qwen2_5_vl", "video_min_pixels": 3136, "video_fps": 8.0},
+    # Of the operator's own: the job says that the encoder takes pairs of frames.
+    "code of ones own": {"kind": "custom", "name": IMPORT_PATH, "unit_frames": 2},
+}
+
+
+@pytest.fixture(scope="module", params=VISIONS)
+def job(request, tmp_path_factory):
     """Clips of 12 pairs of frames among short texts; patches are dear."""
     return indexed_job(
         make_corpus(tmp_path_factory.mktemp("clips")),
@@ -20,10 +28,7 @@ def job(tmp_path_factory):
             {"name": "clips", "format": "jsonl", "url": "clips/clips.jsonl"},
             {"name": "texts", "format": "jsonl", "url": "texts/*.jsonl"},
         ],
-        pipeline={
-            "tokenizer": "tokenizer",
-            "vision": {"kind": "qwen2_5_vl", "video_min_pixels": 3136, "video_fps": 8.0},
-        },
+        pipeline={"tokenizer": "tokenizer", "vision": VISIONS[request.param]},
         plan={"memory_tokens": 512, "cost": {"vision": {"linear_s_per_token": 1e-2}}},
     )
 
