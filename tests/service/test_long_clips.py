@@ -3,8 +3,8 @@
 import pytest
 
 from dataservice.jobs.setup import job_records, open_job
-from tests.service.small import CLIPS, indexed_job, make_corpus
 from tests.service.slow_vision import IMPORT_PATH
+from tests.service.small import CLIPS, indexed_job, make_corpus
 from tests.service.support import Ranks, decoder_of_job, serving
 
 pytestmark = pytest.mark.long
