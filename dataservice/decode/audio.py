@@ -26,6 +26,7 @@ from dataservice.decode.container import (
     opened,
     prepare_decoder,
 )
+from dataservice.decode.flac import is_plain, read_plain
 from dataservice.decode.kernels import given, kernel
 from dataservice.decode.processors.whisper import SAMPLE_RATE_HZ, AudioChunk
 
@@ -91,14 +92,11 @@ def decode_audio(
     """
     tolerated = round(_tolerated_s(samples / SAMPLE_RATE_HZ) * SAMPLE_RATE_HZ)
     # Pages take memory only when they are written to.
-    sound, decoded = np.empty(sum(chunk.samples for chunk in chunks), dtype=np.float32), 0
-    with opened(blob, limits) as container:
-        for wave in _at_rate(_seconds(container, blob, limits)):
-            room = sound[decoded : min(decoded + len(wave), samples)]
-            _write(wave[: len(room)], room)
-            decoded += len(wave)
-            if decoded > samples + tolerated:
-                break
+    sound = np.empty(sum(chunk.samples for chunk in chunks), dtype=np.float32)
+    if is_plain(blob):
+        decoded = read_plain(blob, sound[:samples])
+    else:
+        decoded = _read(blob, limits, sound[:samples], samples + tolerated)
     if abs(decoded - samples) > tolerated:
         raise SampleError(
             f"audio {blob.name!r} is truncated or damaged: its header promises "
@@ -131,6 +129,22 @@ def _audio_stream(container: InputContainer, blob: MediaBlob) -> AudioStream:
             "kind of file, or its header is cut off. Replace it or leave the sample out."
         )
     return container.streams.audio[0]
+
+
+def _read(
+    blob: MediaBlob, limits: DecodeLimits, sound: NDArray[np.float32], most_samples: int
+) -> int:
+    """Write the recording's sound at 16 kHz to memory of as many samples as are wanted; returns how
+    many it has, or more than `most_samples`."""
+    decoded = 0
+    with opened(blob, limits) as container:
+        for wave in _at_rate(_seconds(container, blob, limits)):
+            room = sound[decoded : decoded + len(wave)]
+            _write(wave[: len(room)], room)
+            decoded += len(wave)
+            if decoded > most_samples:
+                break
+    return decoded
 
 
 def _seconds(

@@ -2,12 +2,14 @@
 
 import struct
 
+import numpy as np
 import pytest
 
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.audio import audio_samples, decode_audio
+from dataservice.decode.flac import is_plain, read_plain
 from dataservice.decode.media import MediaPipeline
 from dataservice.decode.processors.base import View, VisionPlan
 from dataservice.decode.processors.internvl import InternVLProcessor
@@ -28,13 +30,35 @@ def damaged(data: bytes, at: int, size: int = 40) -> bytes:
     return data[:at] + bytes(byte ^ 0x55 for byte in data[at : at + size]) + data[at + size :]
 
 
-def test_a_flac_frame_whose_checksum_is_wrong_is_not_decoded_past(files):
-    data = files.audio(4.0, container="flac", codec="flac")
+@pytest.mark.parametrize("rate_hz", [16_000, 22_050])
+def test_a_flac_frame_whose_checksum_is_wrong_is_not_decoded_past(files, rate_hz):
+    data = files.audio(4.0, rate_hz, container="flac", codec="flac")
     blob = files.blob("audio", data, "whole.flac")
     assert decoded_audio(blob)
     for at in (len(data) // 3, len(data) // 2):
         with pytest.raises(SampleError, match=r"'cut.flac' is truncated or damaged"):
             decoded_audio(files.blob("audio", damaged(data, at), "cut.flac"))
+
+
+def test_what_a_flac_says_beside_its_sound_is_not_read(files):
+    """A list of its tracks that no reader understands; a cover that is larger than the file."""
+    plain = files.audio(2.0, container="flac", codec="flac")
+    info, rest = b"fLaC" + bytes([plain[4] & 0x7F]) + plain[5:42], plain[42:]
+    tracks, cover = b"\x05\0\1\x8c" + bytes(396), b"\x06\0\0\x20" + b"\xff" * 32
+    blob = files.blob("audio", info + tracks + cover + rest)
+    room = np.empty(32_000, np.float32)
+    assert is_plain(blob)
+    assert read_plain(blob, room) == 32_000
+    assert (room == decoded_audio(files.blob("audio", plain))[0]).all()
+
+
+@pytest.mark.parametrize("harm", [lambda end: end[:-30], lambda end: end[:-30] + bytes(30)])
+def test_the_end_of_a_flac_may_not_be_missing_or_damaged(files, harm):
+    """It is a tenth of a second, which other formats may lack: their headers are not exact."""
+    data = files.audio(4.05, container="flac", codec="flac")
+    assert decoded_audio(files.blob("audio", data))
+    with pytest.raises(SampleError, match=r"'end.flac' is truncated or damaged"):
+        decoded_audio(files.blob("audio", harm(data), "end.flac"))
 
 
 @pytest.mark.parametrize("signals", [(1, 2), (2, 1)])

@@ -6,11 +6,13 @@ import wave
 import av
 import numpy as np
 import pytest
+import soundfile
 import torch
 from transformers import WhisperFeatureExtractor
 
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.decode.audio import audio_samples, decode_audio
+from dataservice.decode.flac import is_plain
 from dataservice.decode.processors.whisper import WhisperProcessor
 from trainer_client.encoder_inputs import log_mel_batch
 
@@ -80,6 +82,39 @@ def test_samples_are_the_same_as_if_each_frame_were_resampled_alone(
     wanted = frame_by_frame(data)[:length]
     assert (made[: len(wanted)] == wanted).all()
     assert not made[len(wanted) :].any()
+
+
+@pytest.mark.parametrize(
+    ("of", "plain"),
+    [
+        ({}, True),
+        ({"rate": 44_100}, False),
+        ({"layout": "stereo"}, False),
+        ({"container": "wav", "codec": "pcm_s16le"}, False),
+    ],
+)
+def test_flac_is_left_to_its_own_decoder_where_nothing_is_to_be_resampled(files, of, plain):
+    data = files.audio(2.0, **{"container": "flac", "codec": "flac", **of})
+    assert is_plain(files.blob("audio", data)) == plain
+    tagged = b"ID3\4\0\0\0\0\0\x10" + bytes(16) + data
+    assert is_plain(files.blob("audio", tagged)) == plain
+
+
+def test_flac_of_24_bits_is_rounded_to_16_as_ffmpeg_does_it(files):
+    sound = np.random.default_rng(5).integers(-(2**23), 2**23, 20_000, dtype=np.int32) << 8
+    buffer = io.BytesIO()
+    soundfile.write(buffer, sound, 16_000, subtype="PCM_24", format="FLAC")
+    blob = files.blob("audio", buffer.getvalue())
+    length = audio_samples(blob, DEFAULT_LIMITS)
+    chunks = WhisperProcessor().plan(length)
+    made = np.concatenate(decode_audio(blob, length, chunks, DEFAULT_LIMITS))[:length]
+    assert np.array_equal(made, frame_by_frame(blob.data))
+
+
+def test_flac_whose_header_does_not_tell_its_length_is_not_plain(files):
+    data = files.audio(2.0, container="flac", codec="flac")
+    unknown = data[:21] + bytes([data[21] & 0xF0]) + bytes(4) + data[26:]
+    assert not is_plain(files.blob("audio", unknown))
 
 
 def test_floats_are_rounded_and_cut_off_as_ffmpeg_does_it(files):
