@@ -11,7 +11,6 @@ A newcomer's path: this file → engine/loop.py → planning/compose.py.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import secrets
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataservice.core import garbage
 from dataservice.core.address import is_loopback, split_address
 from dataservice.core.descriptor_limit import raise_descriptor_limit
 from dataservice.core.errors import SpecError
@@ -274,10 +274,7 @@ async def _serve_until_asked(
         asyncio.create_task(give_back_now_and_then()),
         asyncio.create_task(archive_now_and_then(service.store, config.archive_ledger_after_days)),
     ]
-    # A step may have a million objects, none of them in a cycle. At Python's default thresholds
-    # the search for cycles takes twice the time of making the objects.
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
+    garbage.search_seldom()
     try:
         ready(service)
         await asyncio.wait({asked, service.staffing}, return_when=asyncio.FIRST_COMPLETED)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import resource
 import time
 from collections.abc import Awaitable, Callable, Collection
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.scale.made_job import JOB, made_setup
+from dataservice.core import garbage
 from dataservice.core.ports import WorkerInfo
 from dataservice.engine.coordinator import Coordinator
 from dataservice.engine.fair_threads import FairThreads
@@ -110,8 +110,7 @@ async def _serve(size: Size, workers: list[str], home: Path, line: Connection) -
     await coordinator.submit(JOB, "")
     server = await serve_coordinator(coordinator, "127.0.0.1:0")
     keep_for_next_step()  # as app.py does, and what follows
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
+    garbage.search_seldom()
     giving = asyncio.create_task(give_back_now_and_then())
     line.send(server.address)
     process, loop = psutil.Process(), asyncio.get_running_loop()

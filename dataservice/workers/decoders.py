@@ -23,7 +23,7 @@ class SampleOutcome:
     seconds: float
     """Seconds spent reading and decoding, failed tries included."""
     read_s: float = 0.0
-    """Seconds of the last try spent reading."""
+    """Seconds of the last try spent reading; without those in which it only wanted a processor."""
     cpu_s: float = 0.0
     """CPU seconds of the last try. The rest of its time was spent waiting for storage or a CPU."""
     read_cpu_s: float = 0.0

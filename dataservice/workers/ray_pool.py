@@ -28,6 +28,7 @@ import ray
 from ray.exceptions import RayError
 from ray.runtime_env import RuntimeEnv
 
+from dataservice.core import garbage
 from dataservice.core.descriptor_limit import descriptor_limit
 from dataservice.core.errors import ServiceError, SpecError, WorkerLostError
 from dataservice.core.ports import ServedWorker, ServeWorker
@@ -114,6 +115,7 @@ class _WorkerProcess:
     async def serve(self, serve: ServeWorker, worker: str) -> _Introduction:
         """Start the worker."""
         self._served = await serve(worker)
+        garbage.search_seldom()
         self._watch = asyncio.create_task(self._end_when_orphaned())
         return self._introduction(self._served)
 

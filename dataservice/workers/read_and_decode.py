@@ -10,6 +10,7 @@ beside the others is tried again when those before it are done.
 """
 
 import logging
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,11 +39,19 @@ def nowhere(_sample: PackSample) -> Sequence[ItemArray]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reading:
-    """What reading a sample took, and the bytes that it gave, 0 where it failed."""
+    """What reading a sample took, and the bytes that it gave, 0 where it failed; `waited`, whether
+    it ever gave up its processor to wait for storage."""
 
     seconds: float
     cpu_s: float
     size_bytes: int
+    waited: bool
+
+    @property
+    def read_s(self) -> float:
+        """Seconds without those in which only a processor was wanting: they are no fault of the
+        storage, and reading ahead would not save them."""
+        return self.seconds if self.waited else min(self.seconds, self.cpu_s)
 
 
 def read_and_decode(
@@ -80,13 +89,19 @@ def read_and_decode(
 def _read(
     pipeline: Pipeline, sample: PackSample, read: RawBytes | None, cpu_clock: Clock
 ) -> tuple[RawSample | Exception, _Reading]:
-    began_s, cpu_began_s = time.perf_counter(), cpu_clock()
+    began_s, cpu_began_s, waits_before = time.perf_counter(), cpu_clock(), _waits()
     raw = caught(pipeline.reader.read, sample.ref) if read is None else caught(raw_of, read)
     return raw, _Reading(
         seconds=time.perf_counter() - began_s,
         cpu_s=cpu_clock() - cpu_began_s,
         size_bytes=0 if isinstance(raw, Exception) else _stored_bytes(sample.ref, raw),
+        waited=_waits() > waits_before,
     )
+
+
+def _waits() -> int:
+    """How often this thread has waited for anything but a processor."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def _begin_all(
@@ -128,7 +143,7 @@ def _outcome(
         sample=decoded,
         reason=visible(reason, REASON_LIMIT),
         seconds=seconds,
-        read_s=reading.seconds if reading.size_bytes else seconds,
+        read_s=reading.read_s if reading.size_bytes else seconds,
         cpu_s=cpu_s,
         read_cpu_s=reading.cpu_s if reading.size_bytes else cpu_s,
         read_bytes=reading.size_bytes,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import sys
 
@@ -28,7 +29,7 @@ class Served:
 
 async def serve(worker):
     async def answer(reader, writer):
-        writer.write(f"{worker} {os.getpid()}".encode())
+        writer.write(f"{worker} {os.getpid()} {gc.get_freeze_count()}".encode())
         await writer.drain()
         writer.close()
         await writer.wait_closed()
@@ -38,14 +39,24 @@ async def serve(worker):
 
 async def ask(address):
     """(worker, process id) of whoever answers there."""
+    worker, process_id, _ = await _answer(address)
+    return worker, int(process_id)
+
+
+async def never_searched(address):
+    """How many objects whoever answers there leaves out of its search for cycles."""
+    return int((await _answer(address))[2])
+
+
+async def _answer(address):
     host, _, port = address.partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        answer = (await reader.read()).decode().split()
+        worker, process_id, count = (await reader.read()).decode().split()
     finally:  # whoever asks may be cancelled
         writer.close()
     await writer.wait_closed()
-    return answer[0], int(answer[1])
+    return worker, process_id, count
 
 
 async def nobody_at(address):
@@ -53,7 +64,7 @@ async def nobody_at(address):
     async with asyncio.timeout(30):
         while True:
             # Whoever ends just now takes the connection and gives no answer.
-            with contextlib.suppress(ConnectionResetError, IndexError):
+            with contextlib.suppress(ConnectionResetError, ValueError):
                 try:
                     await ask(address)
                 except ConnectionRefusedError:

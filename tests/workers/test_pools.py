@@ -47,7 +47,7 @@ from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
 from tests.one_order import prepared
 from tests.waiting import until, wait_for
-from tests.workers.served import ask, nobody_at, serve
+from tests.workers.served import ask, never_searched, nobody_at, serve
 
 pytestmark = pytest.mark.long
 
@@ -169,6 +169,14 @@ async def test_every_worker_serves_under_its_own_name_until_the_pool_stops(make_
     assert pool.workers() == ()
     for each in workers:
         await nobody_at(each.address)
+
+
+async def test_a_ray_worker_never_searches_for_cycles_in_what_it_has_loaded(make_ray_pool):
+    """Ray's own objects and all modules, at each of the many searches of a step's messages."""
+    pool = make_ray_pool(serve, workers=1)
+    await pool.start()
+    (worker,) = pool.workers()
+    assert await never_searched(worker.address) > 10_000
 
 
 async def test_a_replaced_tokenser_is_gone_and_its_successor_has_a_new_name(make_pool):

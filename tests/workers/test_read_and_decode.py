@@ -1,5 +1,10 @@
 """Samples of one order are begun together, and each answers for itself."""
 
+import os
+import subprocess
+import sys
+import time
+
 import numpy as np
 import pytest
 
@@ -66,8 +71,46 @@ def test_a_sample_that_found_no_memory_beside_others_is_tried_alone(steps):
     assert steps.steps == ["begin a full b", "a", "full", "begin full", "full", "b"]
 
 
+class Read(Reader):
+    """Reads by doing what it is given."""
+
+    def __init__(self, does):
+        self.does = does
+
+    def read(self, ref):
+        self.does()
+        return super().read(ref)
+
+
+def spin():
+    """Until the processor has worked for 0.1 s."""
+    end_s = time.thread_time() + 0.1
+    while time.thread_time() < end_s:
+        pass
+
+
+def test_a_read_that_only_wants_a_processor_is_no_wait_for_storage(steps):
+    """On a busy machine; else every source there would be read ahead, which takes more of it."""
+    allowed = os.sched_getaffinity(0)
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        for process in (0, rival.pid):
+            os.sched_setaffinity(process, {min(allowed)})
+        pipeline = Pipeline(reader=Read(spin), decoder=steps)
+        (robbed,) = read_and_decode(pipeline, [a_sample(0, "a")])
+    finally:
+        os.sched_setaffinity(0, allowed)
+        rival.kill()
+        rival.wait()
+    assert robbed.read_s == robbed.read_cpu_s < robbed.seconds
+    pipeline = Pipeline(reader=Read(lambda: time.sleep(0.01)), decoder=steps)
+    (waited,) = read_and_decode(pipeline, [a_sample(0, "a")])
+    assert waited.read_s > waited.read_cpu_s
+
+
 def test_the_time_of_a_common_step_is_shared(steps, monkeypatch):
-    now = iter(range(1000))
+    now, waits = iter(range(1000)), iter(range(1000))
+    monkeypatch.setattr("dataservice.workers.read_and_decode._waits", lambda: next(waits))
     clock = type("Clock", (), {"perf_counter": lambda: next(now), "thread_time": lambda: 0.0})
     monkeypatch.setattr("dataservice.workers.read_and_decode.time", clock)
     first, second = outcomes(steps, "a", "b", cpu_clock=lambda: 0.0)
