@@ -26,7 +26,7 @@ from dataservice.decode.container import (
     opened,
     prepare_decoder,
 )
-from dataservice.decode.flac import is_plain, read_plain
+from dataservice.decode.flac import plain_flac, read_plain
 from dataservice.decode.kernels import given, kernel
 from dataservice.decode.processors.whisper import SAMPLE_RATE_HZ, AudioChunk
 
@@ -93,8 +93,8 @@ def decode_audio(
     tolerated = round(_tolerated_s(samples / SAMPLE_RATE_HZ) * SAMPLE_RATE_HZ)
     # Pages take memory only when they are written to.
     sound = np.empty(sum(chunk.samples for chunk in chunks), dtype=np.float32)
-    if is_plain(blob):
-        decoded = read_plain(blob, sound[:samples])
+    if (plain := plain_flac(blob)) is not None:
+        decoded = read_plain(blob.name, plain, sound[:samples])
     else:
         decoded = _read(blob, limits, sound[:samples], samples + tolerated)
     if abs(decoded - samples) > tolerated:

@@ -1,7 +1,9 @@
 """Damage inside a file that opens well, and what a job's options may not ask for."""
 
+import io
 import struct
 
+import av
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.audio import audio_samples, decode_audio
-from dataservice.decode.flac import is_plain, read_plain
+from dataservice.decode.flac import plain_flac, read_plain
 from dataservice.decode.media import MediaPipeline
 from dataservice.decode.processors.base import View, VisionPlan
 from dataservice.decode.processors.internvl import InternVLProcessor
@@ -47,9 +49,22 @@ def test_what_a_flac_says_beside_its_sound_is_not_read(files):
     tracks, cover = b"\x05\0\1\x8c" + bytes(396), b"\x06\0\0\x20" + b"\xff" * 32
     blob = files.blob("audio", info + tracks + cover + rest)
     room = np.empty(32_000, np.float32)
-    assert is_plain(blob)
-    assert read_plain(blob, room) == 32_000
+    assert read_plain("some.flac", plain_flac(blob), room) == 32_000
     assert (room == decoded_audio(files.blob("audio", plain))[0]).all()
+
+
+@pytest.mark.parametrize("change", ["missing", "repeated", "swapped"])
+def test_frames_of_a_flac_may_not_be_missing_repeated_or_out_of_order(files, change):
+    """Each is whole and has its right checksum; libFLAC would put silence where one is missing."""
+    data = files.audio(2.0, container="flac", codec="flac")
+    with av.open(io.BytesIO(data)) as opened:
+        frames = [bytes(packet) for packet in opened.demux(audio=0) if packet.size]
+    header = data.removesuffix(b"".join(frames))
+    one, two, *rest = frames[8:]
+    changed = {"missing": [two], "repeated": [one, one, two], "swapped": [two, one]}[change]
+    blob = files.blob("audio", header + b"".join([*frames[:8], *changed, *rest]), "cut.flac")
+    with pytest.raises(SampleError, match=r"'cut.flac' is truncated or damaged"):
+        decoded_audio(blob)
 
 
 @pytest.mark.parametrize("harm", [lambda end: end[:-30], lambda end: end[:-30] + bytes(30)])

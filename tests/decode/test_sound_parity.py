@@ -12,7 +12,7 @@ from transformers import WhisperFeatureExtractor
 
 from dataservice.core.limits import DEFAULT_LIMITS
 from dataservice.decode.audio import audio_samples, decode_audio
-from dataservice.decode.flac import is_plain
+from dataservice.decode.flac import plain_flac, read_plain
 from dataservice.decode.processors.whisper import WhisperProcessor
 from trainer_client.encoder_inputs import log_mel_batch
 
@@ -95,9 +95,21 @@ def test_samples_are_the_same_as_if_each_frame_were_resampled_alone(
 )
 def test_flac_is_left_to_its_own_decoder_where_nothing_is_to_be_resampled(files, of, plain):
     data = files.audio(2.0, **{"container": "flac", "codec": "flac", **of})
-    assert is_plain(files.blob("audio", data)) == plain
+    assert (plain_flac(files.blob("audio", data)) is not None) == plain
     tagged = b"ID3\4\0\0\0\0\0\x10" + bytes(16) + data
-    assert is_plain(files.blob("audio", tagged)) == plain
+    assert (plain_flac(files.blob("audio", tagged)) is not None) == plain
+
+
+@pytest.mark.parametrize("samples", [961, 4096, 8 * 4096, 100_000])
+def test_flac_that_its_own_library_wrote_is_plain(files, samples):
+    """In frames of another size than FFmpeg's; the last is shorter, or not."""
+    sound = np.random.default_rng(5).integers(-(2**15), 2**15, samples, dtype=np.int16)
+    buffer = io.BytesIO()
+    soundfile.write(buffer, sound, 16_000, format="FLAC")
+    plain = plain_flac(files.blob("audio", buffer.getvalue()))
+    room = np.empty(samples, np.float32)
+    assert read_plain("some.flac", plain, room) == samples
+    assert np.array_equal(room, sound / np.float32(32768))
 
 
 def test_flac_of_24_bits_is_rounded_to_16_as_ffmpeg_does_it(files):
@@ -114,7 +126,7 @@ def test_flac_of_24_bits_is_rounded_to_16_as_ffmpeg_does_it(files):
 def test_flac_whose_header_does_not_tell_its_length_is_not_plain(files):
     data = files.audio(2.0, container="flac", codec="flac")
     unknown = data[:21] + bytes([data[21] & 0xF0]) + bytes(4) + data[26:]
-    assert not is_plain(files.blob("audio", unknown))
+    assert plain_flac(files.blob("audio", unknown)) is None
 
 
 def test_floats_are_rounded_and_cut_off_as_ffmpeg_does_it(files):
