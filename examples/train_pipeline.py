@@ -52,10 +52,11 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 dataset.commit(shard.step, measured_s=result.seconds, phase_s=result.phase_s)
+                timeline = result.timeline  # on all stages, which share it
                 if dist.get_rank() == 0:
                     print(
                         f"step {shard.step}  loss {result.loss:.7f}  {result.seconds:.2f} s  "
-                        f"bubble {result.timeline.bubble_fraction:.1%}",
+                        f"bubble {timeline.bubble_fraction:.1%}",
                         flush=True,
                     )
                 if shard.step + 1 >= options.max_steps:

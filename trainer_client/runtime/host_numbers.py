@@ -45,10 +45,12 @@ def sum_numbers(numbers: Sequence[float], group: PeerGroup, *, action: str) -> l
 
     Raises PeerError. Collective over ``group``: one small all-reduce, and one wait of the host.
     """
-    if group.size == 1:
-        return list(numbers)
+    return list(numbers) if group.size == 1 else start_sum(numbers, group, action=action).read()
+
+
+def start_sum(numbers: Sequence[float], group: PeerGroup, *, action: str) -> HostCopy:
+    """As ``sum_numbers``, on their way: reading them is the wait."""
     with group.aside():
         summed = to_device(numbers, group.device)
         group.post_sum(summed, action=action).wait()
-        arriving = HostCopy(summed)
-    return arriving.read()
+        return HostCopy(summed)

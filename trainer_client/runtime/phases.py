@@ -65,31 +65,24 @@ def pack_place(microbatch: Microbatch, direction: str, *, chunk: int = 0) -> Pla
     return Place(LLM, microbatch.pack, direction, chunk)
 
 
-def seconds_by_phase(
-    spent: Spent, plan: PlanSummary, everyone: PeerGroup, *, chunks: int = 1
-) -> dict[str, float]:
-    """This replica's seconds in each of ``PHASES``; they add up to those that its clock counted.
-
-    Collective over ``everyone``, whose members all run ``chunks`` model chunks of ``plan``.
-    """
-    return _Comparison(spent, plan, everyone, chunks=chunks).seconds_by_phase()
-
-
 class StepTimes:
     """The seconds of a step that is all queued, and those of its phases.
 
-    Making one is collective over ``everyone``, and stops the clock. Where its moments are events
-    on a stream, the seconds are compared before the next collective (or when the pool is closed),
-    or when one replica asks: it then waits for the others to come that far.
+    Making one is collective over ``everyone``, whose members all run ``chunks`` model chunks. Where
+    the moments of the clock, which was stopped, are events on a stream, the seconds are compared
+    before the next collective (or when the pool is closed), or when one replica asks: it then waits
+    for the others to come that far.
     """
 
-    def __init__(self, clock: PhaseClock, plan: PlanSummary, everyone: PeerGroup) -> None:
+    def __init__(
+        self, clock: PhaseClock, plan: PlanSummary, everyone: PeerGroup, *, chunks: int = 1
+    ) -> None:
         self._clock = clock
         self._plan = plan
         self._everyone = everyone
+        self._chunks = chunks
         self._comparing = False
         self._comparison: _Comparison | None = None
-        clock.stop()
         if clock.on_stream:
             everyone.defer(self._compare)
         else:
@@ -102,7 +95,8 @@ class StepTimes:
 
     @cached_property
     def phase_s(self) -> dict[str, float]:
-        """Seconds in each of ``PHASES``; see ``seconds_by_phase``."""
+        """This replica's seconds in each of ``PHASES``; they add up to those that its clock
+        counted."""
         self._compare()
         assert self._comparison is not None, "just made"
         return self._comparison.seconds_by_phase()
@@ -110,7 +104,9 @@ class StepTimes:
     def _compare(self) -> None:
         if not self._comparing:  # else posting it has just asked for what was deferred
             self._comparing = True
-            self._comparison = _Comparison(self.spent, self._plan, self._everyone)
+            self._comparison = _Comparison(
+                self.spent, self._plan, self._everyone, chunks=self._chunks
+            )
 
 
 def _phase_of(name: str) -> str:

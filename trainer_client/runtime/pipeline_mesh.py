@@ -38,10 +38,23 @@ All are made and warmed up with the mesh, on all ranks in this order, and none l
 The channels are apart because a receive that is posted ahead would hold up, on one communicator,
 what is sent after it: an activation of a long microbatch the gradient of a short one, and stages
 that were planned to compute would wait. With NCCL each has a stream of its own.
+
+Between two steps
+-----------------
+What the stages of a replica share of a step once its seconds are known is deferred to the start of
+the next one, where all ranks are at the same place (``defer``). It may not go before the next use
+of the row, as the replicas' seconds go before the next use of a column. Between steps a tied weight
+is added up by two stages of the row, and gradients are clipped over all ranks:
+
+    stages that share the weight   seconds of the row, the weight, the norm over all ranks
+    a stage between them           the norm over all ranks; in the next step, seconds of the row
+
+The first wait in the row for the others, which wait for them in the norm: they would deadlock
+(``tests/trainer_client/runtime/test_pipeline_waits.py`` shows both).
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -146,6 +159,7 @@ class PipelineMesh:
             )
             for kind in (FORWARD, BACKWARD)
         }
+        self._deferred: list[Callable[[], object]] = []
         with self.naming_ranks():
             self._connect()
 
@@ -176,6 +190,16 @@ class PipelineMesh:
     def communicators(self) -> int:
         """How many this rank has made: all with the mesh, but those of ``groups.apart``."""
         return sum(pool.communicators for pool in (self.groups, *self._ways.values()))
+
+    def defer(self, work: Callable[[], object]) -> None:
+        """Do this at the start of the next step, or when the mesh is closed. All stages defer the
+        same: a collective may be in it."""
+        self._deferred.append(work)
+
+    def catch_up(self) -> None:
+        """Do what was deferred."""
+        while self._deferred:
+            self._deferred.pop(0)()
 
     def rank_at(self, replica: int, stage: int) -> int:
         """The rank at this replica and stage that has this rank's tensor rank."""
@@ -228,6 +252,7 @@ class PipelineMesh:
 
     def close(self) -> None:
         """Drop every group. Call it on all ranks after their last use of the mesh."""
+        self.catch_up()
         for pool in (self.groups, *self._ways.values()):
             pool.close()
 
@@ -240,6 +265,8 @@ class PipelineMesh:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:  # others may be at another place
+            self._deferred.clear()
         self.close()
 
     def _own_channels(self) -> list[tuple[str, int, int]]:

@@ -1,13 +1,14 @@
 """Trains one optimizer step of one pipeline stage, as its rank shard and the schedule say.
 
 All ranks compare plans, each stage walks through its actions (``pipeline_stage.py``), gradients add
-up over microbatches and are summed over replicas at the end; then the stages of a replica share
-the loss and when each action ran.
+up over microbatches and are summed over replicas at the end, and so is the loss, which the stages
+of a replica then share. When each action ran they share once that is known: on a GPU after the
+step.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -24,16 +25,16 @@ from trainer_client.runtime.agreement import (
     own_numbers,
 )
 from trainer_client.runtime.bubble_schedule import (
+    AnyAction,
     BubbleSchedule,
-    EncoderAction,
     spread_encoders,
 )
-from trainer_client.runtime.clock import phase_clock
+from trainer_client.runtime.clock import PhaseClock, phase_clock
 from trainer_client.runtime.encoder_runs import LayeredEncoders
 from trainer_client.runtime.faults import LayoutError, PlanMismatchError
 from trainer_client.runtime.gradients import GradientReduction, SumReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.host_numbers import sum_numbers
+from trainer_client.runtime.host_numbers import HostCopy, start_sum, sum_numbers
 from trainer_client.runtime.loss import (
     BUCKET_BYTES,
     LossTokens,
@@ -45,7 +46,6 @@ from trainer_client.runtime.phases import (
     END,
     GRADIENTS,
     START,
-    seconds_by_phase,
 )
 from trainer_client.runtime.pipeline_mesh import PipelineMesh
 from trainer_client.runtime.pipeline_schedule import (
@@ -53,28 +53,78 @@ from trainer_client.runtime.pipeline_schedule import (
     one_forward_one_backward,
 )
 from trainer_client.runtime.pipeline_stage import HiddenStates, PipelineStage
-from trainer_client.runtime.pipeline_timeline import EncoderSpan, Timeline
-from trainer_client.shard import Microbatch, ModalityBatch, Shard
+from trainer_client.runtime.pipeline_timeline import ActionTimes, Timeline
+from trainer_client.runtime.step_result import StepResult
+from trainer_client.shard import Microbatch, ModalityBatch, PlanSummary, Shard
 
 SUMMING_TIED = "summing a tied weight's gradient"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineResult:
-    """The result of a step: the same on all stages of a replica, except the seconds, which are
-    this rank's own.
+class PipelineResult(StepResult):
+    """The result of a step, read as ``StepResult`` is: ``loss``, ``loss_tokens`` and ``timeline``
+    are the same on all stages of a replica, the seconds are this rank's own. ``waiting`` includes
+    waiting for other stages.
 
-    ``loss``: mean over the global batch's loss tokens, weighted as in ``StepResult``.
-    ``schedule``: what was run. ``timeline``: when, on all stages.
-    ``phase_s``: as in ``StepResult``; ``waiting`` includes waiting for other stages.
+    On a GPU ``timeline`` is shared when it is asked for, or else when the next step begins. So ask
+    for it on all stages of a replica at the same place, or on none: a stage that asks alone waits
+    until the others begin their next step.
+
+    ``schedule``: what was run.
     """
 
-    loss: float
-    loss_tokens: int
-    seconds: float
-    phase_s: Mapping[str, float]
-    schedule: PipelineSchedule | BubbleSchedule
-    timeline: Timeline
+    def __init__(
+        self,
+        *,
+        loss: HostCopy,
+        loss_tokens: int,
+        started_s: float,
+        clock: PhaseClock,
+        plan: PlanSummary,
+        mesh: PipelineMesh,
+        schedule: PipelineSchedule | BubbleSchedule,
+        times: ActionTimes,
+    ) -> None:
+        """``times`` are those of this stage. Collective over all ranks. As ``StepResult``."""
+        super().__init__(
+            loss=loss,
+            loss_tokens=loss_tokens,
+            started_s=started_s,
+            clock=clock,
+            plan=plan,
+            everyone=mesh.column,
+            chunks=mesh.virtual_stages,
+        )
+        self.schedule = schedule
+        self._mesh = mesh
+        self._times_of_actions = times
+        self._shared: HostCopy | None = None
+        if clock.on_stream:
+            mesh.defer(self._share)
+        else:
+            self._share()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each action ran, on all stages. Collective over them; raises PeerError."""
+        self._share()
+        assert self._shared is not None, "just shared"
+        spans_s = np.reshape(self._shared.read(), (-1, 2))
+        return Timeline.of_actions(self.schedule, zip(self._actions(), spans_s, strict=True))
+
+    def _share(self) -> None:
+        """Post the sum over stages of what each of them has, unless it was."""
+        if self._shared is not None:
+            return
+        own_s = self._times_of_actions.read()
+        spans_s = np.zeros((len(self._actions()), 2))
+        spans_s[[stage == self._mesh.stage for stage, _ in self._actions()]] = own_s
+        numbers = spans_s.ravel().tolist()
+        with self._mesh.naming_ranks(), self._mesh.naming_stages():
+            self._shared = start_sum(numbers, self._mesh.row, action="sharing the timeline")
+
+    def _actions(self) -> list[tuple[int, AnyAction]]:
+        """Every stage and action of the schedule."""
+        return [(stage, each) for stage, own in enumerate(self.schedule.actions) for each in own]
 
 
 def run_pipeline_step(
@@ -109,6 +159,7 @@ def run_pipeline_step(
 
     Raises PlanMismatchError, PeerError, LayoutError, NotFetched. Collective over all ranks.
     """
+    mesh.catch_up()
     started = time.perf_counter()
     schedule = schedule or _plain_schedule(shard, mesh, encoders)
     _check_arguments(chunks, shard, mesh, schedule, encoders)
@@ -134,20 +185,19 @@ def run_pipeline_step(
                     sum_gradients(shared, mesh.row)
         everyone.post_sum(stage.loss_sum, action="summing the loss").wait()
         clock.switch(BUBBLE)
-        count = loss_tokens.count if labelled else 0
-        loss, tokens, timeline = _share(stage, count, mesh, schedule)
-        clock.stop()
-        spent = clock.seconds()
-        seconds = time.perf_counter() - started
-        phase_s = seconds_by_phase(spent, shard.plan, everyone, chunks=len(chunks))
-    return PipelineResult(
-        loss=loss,
-        loss_tokens=tokens,
-        seconds=seconds,
-        phase_s=phase_s,
-        schedule=schedule,
-        timeline=timeline,
-    )
+        loss = stage.loss_sum.to(mesh.row.home_of_sums(stage.loss_sum.device))
+        with mesh.naming_stages():
+            mesh.row.post_sum(loss, action="sharing the loss").wait()
+        return PipelineResult(
+            loss=HostCopy(loss),
+            loss_tokens=loss_tokens.count,
+            started_s=started,
+            clock=clock,
+            plan=shard.plan,
+            mesh=mesh,
+            schedule=schedule,
+            times=stage.times,
+        )
 
 
 def _reductions_of(
@@ -298,43 +348,3 @@ def _meet(shard: Shard, mesh: PipelineMesh, *, labelled: bool) -> LossTokens:
         row = mesh.row.gather(digest_bytes(digest, mesh.row.device), action=COMPARING)
     rows = everyone.gather(torch.cat(row).to(everyone.device), action=COMPARING)
     raise PlanMismatchError(holders(enumerate(rows), len(digest)))
-
-
-def _share(
-    stage: PipelineStage,
-    loss_tokens: int,
-    mesh: PipelineMesh,
-    schedule: PipelineSchedule | BubbleSchedule,
-) -> tuple[float, int, Timeline]:
-    """Loss, loss tokens and timeline of the row, summed over what each of its stages has."""
-    start_s, end_s = stage.timeline()
-    encoding = [
-        (number, action)
-        for number, actions in enumerate(schedule.actions)
-        for action in actions
-        if isinstance(action, EncoderAction)
-    ]
-    spans_s = np.zeros((len(encoding), 2))
-    spans_s[[number == mesh.stage for number, _ in encoding]] = stage.encoder_spans()
-    parts = [start_s, end_s, spans_s]
-    numbers = np.concatenate([[float(stage.loss_sum), loss_tokens], *map(np.ravel, parts)])
-    shared = torch.from_numpy(numbers).to(mesh.row.device)
-    with mesh.naming_stages():
-        mesh.row.post_sum(shared, action="sharing the loss").wait()
-    summed = shared.cpu().numpy()
-    of_chunks, of_encoders = np.split(summed[2:], [2 * start_s.size])
-    start_s, end_s = of_chunks.reshape(2, *start_s.shape)
-    encoders = tuple(
-        EncoderSpan(stage=number, action=action, start_s=float(begun), end_s=float(ended))
-        for (number, action), (begun, ended) in zip(
-            encoding, of_encoders.reshape(-1, 2), strict=True
-        )
-    )
-    timeline = Timeline(
-        stages=schedule.stages,
-        start_s=start_s,
-        end_s=end_s,
-        encoders=encoders,
-        first_chunk=stage.first_chunk,
-    )
-    return float(summed[0]), int(summed[1]), timeline

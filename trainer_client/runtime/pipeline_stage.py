@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -24,7 +22,7 @@ from trainer_client.runtime.bubble_schedule import (
     BubbleSchedule,
     EncoderAction,
 )
-from trainer_client.runtime.clock import OTHER, Clock, start_clock, switch_phase
+from trainer_client.runtime.clock import OTHER, switch_phase
 from trainer_client.runtime.encoder_runs import EncoderRuns, LayeredEncoders
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.gradients import GradientReduction
@@ -45,6 +43,7 @@ from trainer_client.runtime.pipeline_schedule import (
     Action,
     PipelineSchedule,
 )
+from trainer_client.runtime.pipeline_timeline import ActionTimes
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.sealed_call import sealed_call
 from trainer_client.runtime.step import (
@@ -132,8 +131,7 @@ class PipelineStage:
         # What a backward needs from its forward: the hidden states taken in, and the output.
         self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._last_backward = {a.virtual_stage: a for a in self._actions if a.kind != FORWARD}
-        self._marks: list[tuple[AnyAction, int, int]] = []
-        self._clock: Clock = start_clock(device)
+        self.times = ActionTimes(device)
         home = mesh.column.home_of_sums(device)
         self.loss_sum = torch.zeros(1, dtype=torch.float64, device=home)
 
@@ -168,9 +166,8 @@ class PipelineStage:
     def _encode(self, action: EncoderAction) -> None:
         assert self._encoding is not None  # only its schedule has such actions
         taken = self._encoding.receive(action)
-        begun = self._clock.mark()
-        self._encoding.run(action, taken)
-        self._marks.append((action, begun, self._clock.mark()))
+        with self.times.of_next():
+            self._encoding.run(action, taken)
 
     def _compute(self, action: Action, place: int) -> None:
         arriving, self._posted = self._posted, self._post_receive(place + 1)
@@ -181,9 +178,8 @@ class PipelineStage:
             self._rows = self._encoding.take_features(action.microbatch)
         compute = self._forward if action.kind == FORWARD else self._backward
         self._switch_to(action)
-        begun = self._clock.mark()
-        given = compute(action, taken)
-        self._marks.append((action, begun, self._clock.mark()))
+        with self.times.of_next():
+            given = compute(action, taken)
         if given is not None:
             self._links.send(action, given)
         if first and action.kind != FORWARD and self._encoding is not None:
@@ -201,34 +197,6 @@ class PipelineStage:
         if place >= len(self._actions):
             return None
         return self._links.post_receive(self._actions[place])
-
-    @property
-    def first_chunk(self) -> int:
-        """The first chunk that decodes."""
-        return self._schedule.first_chunk
-
-    def timeline(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Start and end of this stage's actions, 0 for those of others."""
-        shape = (self._schedule.microbatches, self._schedule.chunks, 2)
-        start_s, end_s = np.zeros(shape), np.zeros(shape)
-        moments_s = self._clock.read()
-        for action, begun, ended in self._marks:
-            if isinstance(action, EncoderAction):
-                continue
-            chunk = self._schedule.chunk(self._mesh.stage, action)
-            at = action.microbatch, chunk, int(action.kind != FORWARD)
-            start_s[at], end_s[at] = moments_s[begun], moments_s[ended]
-        return start_s, end_s
-
-    def encoder_spans(self) -> npt.NDArray[np.float64]:
-        """Start and end of this stage's encoder actions, float64[action, 2], in their order."""
-        moments_s = self._clock.read()
-        spans = [
-            (moments_s[begun], moments_s[ended])
-            for action, begun, ended in self._marks
-            if isinstance(action, EncoderAction)
-        ]
-        return np.array(spans, np.float64).reshape(-1, 2)
 
     def _forward(self, action: Action, taken: Tensor | None) -> Tensor | None:
         """The hidden states for the next chunk; None after the last."""

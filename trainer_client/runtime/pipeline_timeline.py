@@ -5,12 +5,14 @@ backward at 1, seconds; chunk c runs on stage c mod p. So the planner's arrays m
 too, and ``simulate`` makes one of any schedule and its actions' seconds.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trainer_client.runtime.bubble_schedule import (
     ENCODE,
@@ -18,6 +20,7 @@ from trainer_client.runtime.bubble_schedule import (
     BubbleSchedule,
     EncoderAction,
 )
+from trainer_client.runtime.clock import start_clock
 from trainer_client.runtime.pipeline_schedule import FORWARD, PipelineSchedule
 
 Floats = npt.NDArray[np.float64]
@@ -36,6 +39,28 @@ class EncoderSpan:
     end_s: float
 
 
+class ActionTimes:
+    """When the actions of one stage ran, in their order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = start_clock(device)
+        self._marks: list[tuple[int, int]] = []
+
+    @contextmanager
+    def of_next(self) -> Iterator[None]:
+        """The body is the stage's next action."""
+        begun = self._clock.mark()
+        yield
+        self._marks.append((begun, self._clock.mark()))
+
+    def read(self) -> Floats:
+        """Start and end of each, float64[action, 2], in seconds since this was made. Waits for the
+        device to come that far."""
+        moments_s = self._clock.read()
+        spans = [(moments_s[begun], moments_s[ended]) for begun, ended in self._marks]
+        return np.array(spans, np.float64).reshape(-1, 2)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timeline:
     """A pipeline step: ``start_s``, ``end_s`` float64[microbatch, chunk, 2]; ``encoders``: what ran
@@ -51,6 +76,34 @@ class Timeline:
     end_s: Floats
     encoders: tuple[EncoderSpan, ...] = ()
     first_chunk: int = 0
+
+    @staticmethod
+    def of_actions(
+        schedule: PipelineSchedule | BubbleSchedule,
+        spans_s: Iterable[tuple[tuple[int, AnyAction], tuple[float, float]]],
+    ) -> "Timeline":
+        """From start and end of each (stage, action) of a schedule."""
+        backbone = schedule.backbone if isinstance(schedule, BubbleSchedule) else schedule
+        start_s, end_s = np.zeros((2, backbone.microbatches, backbone.chunks, 2))
+        encoders: list[EncoderSpan] = []
+        for (stage, action), (begun, ended) in spans_s:
+            if isinstance(action, EncoderAction):
+                span = EncoderSpan(stage=stage, action=action, start_s=begun, end_s=ended)
+                encoders.append(span)
+            else:
+                at = (
+                    action.microbatch,
+                    backbone.chunk(stage, action),
+                    int(action.kind != FORWARD),
+                )
+                start_s[at], end_s[at] = begun, ended
+        return Timeline(
+            stages=backbone.stages,
+            start_s=start_s,
+            end_s=end_s,
+            encoders=tuple(encoders),
+            first_chunk=backbone.first_chunk,
+        )
 
     @property
     def begin_s(self) -> float:
@@ -102,35 +155,20 @@ def simulate(
     actions of each stage; 0 where they are left out. Messages take no time. O(actions).
     """
     backbone = schedule.backbone if isinstance(schedule, BubbleSchedule) else schedule
-    shape = (backbone.microbatches, backbone.chunks, 2)
-    start_s, end_s = np.zeros(shape), np.zeros(shape)
-    spans: list[EncoderSpan] = []
     free_s = [0.0] * backbone.stages
-    over_s: dict[tuple[int, AnyAction], float] = {}
+    spans_s: dict[tuple[int, AnyAction], tuple[float, float]] = {}
     # A schedule is asked about its own actions alone.
     needs = cast(Callable[[int, AnyAction], Iterable[tuple[int, AnyAction]]], schedule.needs)
     for stage, action in schedule.walk():
-        needed_s = [over_s[need] for need in needs(stage, action)]
-        begin_s = max(free_s[stage], *needed_s, 0.0)
+        begin_s = max(free_s[stage], *(spans_s[need][1] for need in needs(stage, action)), 0.0)
         if isinstance(action, EncoderAction):
             seconds = (encoder_s or {}).get((stage, action), 0.0)
-            spans.append(
-                EncoderSpan(stage=stage, action=action, start_s=begin_s, end_s=begin_s + seconds)
-            )
         else:
-            forward = action.kind == FORWARD
-            place = action.microbatch, backbone.chunk(stage, action)
-            seconds = float((forward_s if forward else backward_s)[place])
-            start_s[place][int(not forward)] = begin_s
-            end_s[place][int(not forward)] = begin_s + seconds
-        free_s[stage] = over_s[stage, action] = begin_s + seconds
-    return Timeline(
-        stages=backbone.stages,
-        start_s=start_s,
-        end_s=end_s,
-        encoders=tuple(spans),
-        first_chunk=backbone.first_chunk,
-    )
+            of_kind = forward_s if action.kind == FORWARD else backward_s
+            seconds = float(of_kind[action.microbatch, backbone.chunk(stage, action)])
+        free_s[stage] = begin_s + seconds
+        spans_s[stage, action] = begin_s, free_s[stage]
+    return Timeline.of_actions(schedule, spans_s.items())
 
 
 def gantt(timelines: Mapping[str, Timeline], *, columns: int = 96) -> str:

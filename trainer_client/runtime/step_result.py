@@ -40,17 +40,21 @@ class StepResult:
         clock: PhaseClock,
         plan: PlanSummary,
         everyone: PeerGroup,
+        chunks: int = 1,
     ) -> None:
-        """``started_s``: when the step began, by ``time.perf_counter``. Collective over
-        ``everyone``."""
+        """``started_s``: when the step began, by ``time.perf_counter``. Stops the clock. Collective
+        over ``everyone``, whose members all run ``chunks`` model chunks."""
+        clock.stop()
         self.loss_tokens = loss_tokens
         self._loss = loss
         self._host_s = time.perf_counter() - started_s
         self._on_stream = clock.on_stream
-        self._times = StepTimes(clock, plan, everyone)
+        self._times = StepTimes(clock, plan, everyone, chunks=chunks)
 
     def __repr__(self) -> str:
-        return f"StepResult(loss_tokens={self.loss_tokens})"  # reading the rest would wait
+        return (
+            f"{type(self).__name__}(loss_tokens={self.loss_tokens})"  # reading the rest would wait
+        )
 
     @cached_property
     def loss(self) -> float:

@@ -6,7 +6,7 @@ import torch
 
 from tests.trainer_client.runtime.fake_device import THERE, moved
 from tests.trainer_client.runtime.random_steps import ITEM_WIDTH, Model, make_model
-from trainer_client.runtime import clock
+from trainer_client.runtime import clock, pipeline_timeline
 
 IN_A_STEP = 2  # the start's sum, and which gradients there are; DDP and FSDP know the latter
 
@@ -34,7 +34,7 @@ class PlayedStream:
 
 
 def play_a_stream():
-    clock.start_clock = PlayedStream
+    clock.start_clock = pipeline_timeline.start_clock = PlayedStream
 
 
 class ModelThere(Model):

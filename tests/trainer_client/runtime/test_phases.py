@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.trainer_client.runtime.random_steps import (
     random_samples,
 )
 from trainer_client.runtime import GroupPool, run_step
-from trainer_client.runtime.phases import END, PHASES, START, Place, seconds_by_phase
+from trainer_client.runtime.phases import END, PHASES, START, Place, StepTimes
 from trainer_client.shard import Group, LaterGroups, PlanSummary, Wave
 
 
@@ -82,7 +83,8 @@ def compared_in(plan, pack, rank):
         },
     )
     with GroupPool(timeout_s=60) as pool:
-        return seconds_by_phase(seconds[rank], plan, pool.everyone)
+        clock = SimpleNamespace(on_stream=False, seconds=lambda: seconds[rank])
+        return StepTimes(clock, plan, pool.everyone).phase_s
 
 
 @pytest.mark.parametrize("work", [compared, compared_in_a_large_step])
