@@ -49,7 +49,7 @@ from trainer_client.runtime.fault_board import FaultBoard, as_timedelta
 from trainer_client.runtime.faults import GroupPoolError
 from trainer_client.runtime.host_transport import HostTransport
 
-PROTOCOL = 4  # of what replicas say to one another; raise it with any change
+PROTOCOL = 5  # of what replicas say to one another; raise it with any change
 NEIGHBOURHOOD = 8  # consecutive replicas whose rings are connected at the start: a host's GPUs
 
 

@@ -232,7 +232,11 @@ class GroupPool:
         statement = statement_of(self._backend_name)
         limit_s = self.timeout_s - grace_s(self.timeout_s)
         try:
-            meet(store, replica=self.replica, ranks=ranks, statement=statement, limit_s=limit_s)
+            unlike = meet(
+                store, replica=self.replica, ranks=ranks, statement=statement, limit_s=limit_s
+            )
+            if unlike:
+                raise TransportMismatchError(unlike)
             with self._on_device():
                 transport = make_transport(
                     self._backend_name,

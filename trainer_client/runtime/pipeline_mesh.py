@@ -69,6 +69,7 @@ from trainer_client.runtime.faults import LayoutError, PeerError
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.peers import PeerGroup, Transfer
 from trainer_client.runtime.pipeline_schedule import BACKWARD, FORWARD, Action, PipelineSchedule
+from trainer_client.runtime.roster import agree
 from trainer_client.runtime.stage_layout import EncoderStage
 
 
@@ -95,9 +96,9 @@ class PipelineMesh:
     ``groups``: CP groups among this stage of all replicas, ``column``; ``row``: the replica's
     stages.
 
-    Raises LayoutError where the world cannot be divided or encoders are cut nowhere,
-    GroupFormationError where a rank does not come, and TransportMismatchError where ranks would
-    communicate in different ways.
+    Raises LayoutError where the world cannot be divided, encoders are cut nowhere, or ranks give
+    other stages, virtual stages, tensor ranks or places of encoders; GroupFormationError where a
+    rank does not come; TransportMismatchError where ranks would communicate in different ways.
     """
 
     def __init__(
@@ -136,16 +137,30 @@ class PipelineMesh:
         self.replica, self.stage, self.tensor_rank = place_in_mesh(
             place, stages=stages, tensor_ranks=tensor_ranks
         )
+        store, self._board = None, None
+        if world > 1 and ready:
+            store = PrefixStore("rows", dist.distributed_c10d._get_default_store())
+            self._board = FaultBoard(PrefixStore(f"{lane}/faults", store), replica=place)
+            made = store.add(f"{lane}/meshes of/{place}", 1)
+            agree(
+                PrefixStore(f"{lane}/mesh {made}/", store),
+                {
+                    "stages": stages,
+                    "virtual_stages": virtual_stages,
+                    "tensor_ranks": tensor_ranks,
+                    "encoder_stage": encoder_stage,
+                    "encoder_cut": encoder_cut,
+                },
+                rank=place,
+                ranks=world,
+                timeout_s=timeout_s,
+            )
         self.groups = GroupPool(
             timeout_s=timeout_s,
             replica=self.replica,
             replicas=self.replicas,
             lane=f"{lane}/stage {self.stage}.{self.tensor_rank}",
         )
-        store, self._board = None, None
-        if world > 1 and ready:
-            store = PrefixStore("rows", dist.distributed_c10d._get_default_store())
-            self._board = FaultBoard(PrefixStore(f"{lane}/faults", store), replica=place)
         self._encodes = encoder_stage == "spread" or self.stage == 0
         if encoder_cut is not None:
             self._encodes = encoder_cut.reads_inputs(self.stage, stages)

@@ -33,6 +33,7 @@ from tests.trainer_client.runtime.random_steps import (
 from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client import NotFetched
 from trainer_client.runtime import (
+    GroupFormationError,
     LayoutError,
     PeerError,
     PlanMismatchError,
@@ -243,6 +244,32 @@ def test_chunks_may_be_sharded_schedules_given_and_failures_end_in_errors(world)
         assert answer["mismatch"] == {"ab": (0, 1), "cd": (1,)}
         assert answer["lost"][-1].endswith("went silent first: rank 3 (replica 1, stage 1).")
     assert "pipeline stages of replica 1" in answers[2]["lost"][0]
+
+
+def unlike_meshes(rank, size):
+    """What each rank is told where one has another number of virtual stages, and where one does not
+    come; afterwards all make a mesh."""
+    told = []
+    with pytest.raises(LayoutError) as error:
+        PipelineMesh(stages=2, virtual_stages=2 if rank == 3 else 1, timeout_s=60)
+    told.append(str(error.value))
+    if rank != 2:
+        with pytest.raises(GroupFormationError) as lost:
+            PipelineMesh(stages=2, timeout_s=4, lane="incomplete")
+        told.append((lost.value.culprits, *lost.value.__notes__))
+    with PipelineMesh(stages=2, timeout_s=60) as mesh:
+        return told, mesh.communicators
+
+
+def test_ranks_that_make_different_meshes_are_all_told_whose_value_differs(world):
+    answers = world(unlike_meshes, 4)
+    assert len(answers) == 4
+    for rank, ((differs, *missing), communicators) in answers.items():
+        words = "virtual_stages=2 on rank 3 and virtual_stages=1 on ranks 0, 1, 2. Give"
+        assert differs.startswith(f"ranks make different meshes: {words}")
+        came = [((2,), "The numbers above are ranks, not replicas.")]
+        assert missing == (came if rank != 2 else [])
+        assert communicators == 4
 
 
 # What needs no second rank.
