@@ -7,9 +7,10 @@ import torch
 
 from tests.trainer_client.copies import CountedCopies, Loopback
 from trainer_client.device import DeviceCopier, PlainQueue, StreamQueue
-from trainer_client.runtime import LayoutError, PackedAttention
+from trainer_client.runtime import LayoutError, PackedAttention, PeerGroup
 from trainer_client.runtime.block_attention import choose_kernel
 from trainer_client.runtime.ring_layout import RingLayout, build_ring_layout, causal_layouts
+from trainer_client.runtime.ring_operator import BoundPack
 from trainer_client.runtime.ring_passes import pass_backward, pass_forward
 from trainer_client.staging import BufferCopies, bundled, copied_once, with_tensors
 from trainer_client.synthetic import SyntheticJob, SyntheticMedia, synthetic_shards
@@ -115,14 +116,35 @@ def test_a_microbatch_costs_one_copy_and_the_host_waits_for_nothing():
     assert len(copies.started) == len(shard.microbatches)
 
 
-def test_attention_takes_the_layout_that_came_with_its_microbatch():
+@pytest.mark.parametrize(
+    "mask", [{}, {"window": 2}, {"spans": torch.tensor([-1, 0, 0, -1])}], ids=lambda mask: [*mask]
+)
+def test_attention_takes_the_layout_that_came_with_its_microbatch(mask):
     """That of another pack is refused as one that does not fit, so it was not worked out again."""
     another = build_ring_layout([0, 4], degree=1, cp_rank=0, causal=True)
     attention = PackedAttention([0, 8], layouts={True: another})
     q = torch.ones(8, 2, 8)
     with pytest.raises(LayoutError, match="gives each of its 1 replicas 4"):
-        attention(q, q, q)
+        attention(q, q, q, **mask)
     assert attention(q, q, q, causal=False).shape == q.shape, "which it does not know yet"
+
+
+def test_windows_and_spans_cost_no_copy_beside_that_of_their_microbatch():
+    shard = synthetic_shards(replace(JOB, degrees=(1,) * JOB.replicas))[5]
+    with CountedCopies() as copies:
+        for microbatch in DeviceCopier(META).send(shard).microbatches:
+            bounds, lengths = microbatch.cu_seqlens.tolist(), microbatch.lengths.tolist()
+            pack = BoundPack(bounds, lengths, PeerGroup((5,), index=0), microbatch.layouts)
+            spans = torch.zeros(microbatch.local_tokens, dtype=torch.int64, device=META)
+            rows = [
+                pack.layout(True, window, seen, META).blocks[0].queries
+                for window in (None, 2)
+                for seen in (None, spans)
+            ]
+            assert all(each is rows[0] for each in rows), "those that came with it"
+    assert copies.blocking == []
+    assert copies.read == []
+    assert len(copies.started) == len(shard.microbatches)
 
 
 class CountedQueue(PlainQueue):

@@ -151,24 +151,34 @@ def build_ring_layout(
             f"true lengths {true.tolist()} do not fit the padded lengths {padded.tolist()}; "
             "give one length in [0, padded] for each sequence of cu_seqlens"
         )
-    longest = int(true.max(initial=0))
-    if window is not None and window >= longest:
-        window = None
-    rows = int(offsets[-1]) // degree
-    if window is not None or spans is not None:
-        _check_mask(window, spans, rows=rows, degree=degree, causal=causal, longest=longest)
     cut = _Cut(offsets=offsets, padded=padded, true=true, degree=degree)
     blocks = tuple(
         cut.block(cp_rank, (cp_rank - step) % degree, causal=causal) for step in range(degree)
     )
-    layout = RingLayout(rows=rows, degree=degree, blocks=blocks)
+    layout = RingLayout(rows=int(offsets[-1]) // degree, degree=degree, blocks=blocks)
     if device is not None:
         layout = copied_once(layout, device)
-    alone = layout.blocks[0]
-    if alone is not None and (window is not None or spans is not None):
-        seen = None if spans is None else alone.queries.take(spans)  # both on the device
-        layout = replace(layout, blocks=(replace(alone, window=window, spans=seen),))
-    return layout
+    longest = int(true.max(initial=0))
+    return masked(layout, causal=causal, longest=longest, window=window, spans=spans)
+
+
+def masked(
+    layout: RingLayout, *, causal: bool, longest: int, window: int | None, spans: Tensor | None
+) -> RingLayout:
+    """A layout of a pack whose longest sample has ``longest`` tokens, with a window and spans, as
+    in ``build_ring_layout``. Its rows are those that it had, so nothing is copied."""
+    if window is not None and window >= longest:
+        window = None
+    if window is None and spans is None:
+        return layout
+    _check_mask(
+        window, spans, rows=layout.rows, degree=layout.degree, causal=causal, longest=longest
+    )
+    (alone,) = layout.blocks
+    if alone is None:
+        return layout
+    seen = None if spans is None else alone.queries.take(spans)  # both where the layout is
+    return replace(layout, blocks=(replace(alone, window=window, spans=seen),))
 
 
 def _check_mask(

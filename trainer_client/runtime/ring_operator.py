@@ -22,13 +22,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, library
 
 from trainer_client.runtime.block_attention import Kernel, choose_kernel
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.peers import PeerGroup
-from trainer_client.runtime.ring_layout import RingLayout, build_ring_layout
+from trainer_client.runtime.ring_layout import RingLayout, build_ring_layout, masked
 from trainer_client.runtime.ring_passes import pass_backward, pass_forward
 
 _packs: dict[int, "BoundPack"] = {}
@@ -68,18 +69,30 @@ class BoundPack:
             return self._prepared[causal]
         key = causal, window, None if spans is None else spans.data_ptr(), device
         if key not in self._layouts:
-            made = build_ring_layout(
-                self._cu_seqlens,
-                degree=self.group.size,
-                cp_rank=self.group.index,
+            self._layouts[key] = self._made(causal, window, spans, device), spans
+        return self._layouts[key][0]
+
+    def _made(
+        self, causal: bool, window: int | None, spans: Tensor | None, device: torch.device
+    ) -> RingLayout:
+        """Of a window or spans, the rows of the layout without them."""
+        if window is not None or spans is not None:
+            lengths = self._lengths or np.diff(self._cu_seqlens).tolist()
+            return masked(
+                self.layout(causal, None, None, device),
                 causal=causal,
-                lengths=self._lengths,
+                longest=max(lengths, default=0),
                 window=window,
                 spans=spans,
-                device=device,
             )
-            self._layouts[key] = made, spans
-        return self._layouts[key][0]
+        return build_ring_layout(
+            self._cu_seqlens,
+            degree=self.group.size,
+            cp_rank=self.group.index,
+            causal=causal,
+            lengths=self._lengths,
+            device=device,
+        )
 
 
 def bind(pack: BoundPack) -> Tensor:
