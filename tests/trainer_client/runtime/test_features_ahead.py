@@ -20,7 +20,17 @@ from tests.trainer_client.runtime.random_steps import (
     wrapped,
 )
 from trainer_client.device import DeviceCopier, PlainQueue
-from trainer_client.runtime import GroupPool, LayoutError, evaluate_step, run_step, traced
+from trainer_client.runtime import (
+    GroupPool,
+    LayoutError,
+    PeerGroup,
+    evaluate_step,
+    run_step,
+    traced,
+)
+from trainer_client.runtime.clock import host_time
+from trainer_client.runtime.peers import Transfer
+from trainer_client.runtime.phases import moves_rows
 from trainer_client.runtime.trace import STEPS, WAITS
 
 BOTH = ("vision", "audio")
@@ -162,9 +172,8 @@ def test_replicas_that_would_exchange_in_different_orders_are_refused(world):
 def traced_step(rank, size, folder):
     _, shard = random_shard(6, size, rank)
     with GroupPool(timeout_s=60) as pool, traced() as trace:
-        result = run_step(make_model(()), shard, pool, features_ahead=True)
+        run_step(make_model(()), shard, pool, features_ahead=True)
     trace.write(f"{folder}/rank{rank}.json")
-    return result.phase_s["exchange"], result.phase_s["waiting"]
 
 
 def test_a_trace_shows_features_on_their_way_under_the_decoder(world, tmp_path):
@@ -188,6 +197,54 @@ def test_a_trace_shows_features_on_their_way_under_the_decoder(world, tmp_path):
             for decoder in decoding
         )
     assert under >= 3, "from being posted to being waited for, round a whole backward pass"
+
+
+TRAVEL_S, DECODE_S = 5.0, 7.0  # of an exchange, and of the decoder in each direction
+
+
+def played_seconds(rank, size, ahead):
+    """What a step's exchanges take of it where time passes in the decoder, and while features
+    travel, alone; and the waves in which this replica's do."""
+    now, post, wait, decode = [0.0], PeerGroup.post, Transfer.wait, Model.decode
+
+    def pass_s(seconds):
+        now[0] += seconds
+
+    def posted(group, *messages, action, **how):
+        transfer = post(group, *messages, action=action, **how)
+        if transfer._works and action == "the feature exchange (forward)":
+            transfer.there_s = now[0] + TRAVEL_S
+        return transfer
+
+    def waited(transfer):
+        wait(transfer)
+        now[0] = max(now[0], getattr(transfer, "there_s", 0.0))
+
+    def decoded(*given):
+        logits = decode(*given)
+        pass_s(DECODE_S)
+        logits.register_hook(lambda _: pass_s(DECODE_S))
+        return logits
+
+    PeerGroup.post, Transfer.wait, Model.decode = posted, waited, decoded
+    _, shard = random_shard(6, size, rank)
+    with GroupPool(timeout_s=60) as pool, host_time(lambda: now[0]):
+        result = run_step(make_model(BOTH), shard, pool, features_ahead=ahead)
+    batches = [[getattr(mb, name) for name in BOTH] for mb in shard.planned]
+    travels = [
+        any(moves_rows(batch.exchange, replica=rank) for batch in of_wave if batch is not None)
+        for of_wave in batches
+    ]
+    return travels, result.phase_s
+
+
+def test_phases_count_of_an_exchange_what_no_decoder_hid(world):
+    for ahead in (False, True):
+        for travels, phase_s in world(played_seconds, 2, ahead).values():
+            assert sum(travels) > 1
+            exposed = travels[:1] if ahead else travels  # no decoder runs before the first wave
+            assert phase_s["exchange"] + phase_s["waiting"] == sum(exposed) * TRAVEL_S
+            assert phase_s["llm"] == len(travels) * 2 * DECODE_S
 
 
 class Counting(PlainQueue):

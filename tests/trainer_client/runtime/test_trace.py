@@ -10,6 +10,7 @@ import torch
 
 from tests.trainer_client.runtime.random_chunks import HIDDEN, cut
 from tests.trainer_client.runtime.random_steps import (
+    LAYERS,
     make_model,
     make_shard,
     random_plan,
@@ -148,6 +149,7 @@ def test_phases_count_of_a_transfer_what_no_computing_hid(traces):
     tracks = by_track(events)
     for name, phases in (
         ("ring attention (forward)", {"llm_forward"}),
+        ("ring attention (backward)", {"llm_backward"}),
         ("the feature exchange (forward)", {"exchange"}),
     ):
         spans = [event for event in tracks[STEPS] if event["name"] in phases]
@@ -156,31 +158,56 @@ def test_phases_count_of_a_transfer_what_no_computing_hid(traces):
         assert all(covered(wait, spans) for wait in waits), name
 
 
-def order_of_ring(rank, size):
-    """What a step does, in turn, by the first letters of posting, computing and waiting."""
-    samples, order = random_samples(6), []
+DEGREE = 3
 
-    def noting(name, act):
-        def noted(*given, **named):
-            if name != "p" or named["action"] == "ring attention (forward)":
-                order.append(name)
-            return act(*given, **named)
 
-        return noted
+def kernels_over_hops(rank, size):
+    """By direction: over each hop of the rings of a step, in turn, how many kernels computed
+    between posting it and waiting for it; and how many passes there were round a ring."""
+    computed, over = [0], defaultdict(list)
+    post, wait = PeerGroup.post, Transfer.wait
 
-    PeerGroup.post = noting("p", PeerGroup.post)
-    PlainKernel.forward = noting("c", PlainKernel.forward)
-    Transfer.wait = noting("w", Transfer.wait)
-    shard = make_shard(samples, random_plan(samples, size, (2,), 6), size, rank, 6)
+    def computing(act):
+        def compute(*given):
+            computed[0] += 1
+            return act(*given)
+
+        return compute
+
+    def posted(group, *messages, action, **how):
+        transfer = post(group, *messages, action=action, **how)
+        if action.startswith("ring attention"):
+            transfer.hop = action, len(over[action]), computed[0]
+            over[action].append(None)
+        return transfer
+
+    def waited(transfer):
+        wait(transfer)
+        if hasattr(transfer, "hop"):
+            action, number, before = transfer.hop
+            over[action][number] = computed[0] - before
+
+    PeerGroup.post, Transfer.wait = posted, waited
+    PlainKernel.forward = computing(PlainKernel.forward)
+    PlainKernel.backward = computing(PlainKernel.backward)
+    samples = random_samples(6)
+    every, half = list(range(len(samples))), len(samples) // 2
+    plan = [[(tuple(range(size)), of_pack)] for of_pack in (every[:half], every[half:])]
+    shard = make_shard(samples, plan, size, rank, 6)
     with GroupPool(timeout_s=60) as pool:
         run_step(make_model(()), shard, pool)
-    return "".join(order)
+    return dict(over), len(plan) * LAYERS
 
 
 def test_each_hop_of_a_ring_is_under_way_while_a_kernel_computes(world):
-    for order in world(order_of_ring, 2).values():
-        assert order.count("p") > 1
-        assert order.count("p") == order.count("pcw"), "posted, computed, waited for"
+    """All but the last of each backward pass, which brings gradients home."""
+    for over, passes in world(kernels_over_hops, DEGREE).values():
+        forward, backward = (over[f"ring attention ({way})"] for way in ("forward", "backward"))
+        assert forward == [1] * (DEGREE - 1) * passes
+        of_a_pass = 2 * DEGREE - 1
+        assert len(backward) == of_a_pass * passes
+        for first in range(0, len(backward), of_a_pass):
+            assert backward[first : first + of_a_pass] == [1] * (of_a_pass - 1) + [0]
 
 
 def test_each_microbatch_is_one_copy_to_the_device(traces):
