@@ -8,7 +8,9 @@ from tests.trainer_client.runtime.fake_device import THERE, moved
 from tests.trainer_client.runtime.random_steps import ITEM_WIDTH, Model, make_model
 from trainer_client.runtime import clock, pipeline_timeline
 
-IN_A_STEP = 2  # the start's sum, and which gradients there are; DDP and FSDP know the latter
+# What waits in a step: the start's sum, of a pipeline along row and column; and which gradients
+# there are, which DDP and FSDP know.
+IN_A_STEP, IN_A_PIPELINE_STEP = 2, 3
 
 
 class PlayedStream:

@@ -1,4 +1,5 @@
 """A pipeline makes its few communicators with its mesh, and none in any step; none can deadlock.
+No microbatch waits for the device, wherever encoders run.
 
 Each rank's steps run alone, by NCCL's rules: a message on its own, which would make a communicator
 of two, fails. What all ranks post is then replayed together (``posted_order.py``).
@@ -21,6 +22,8 @@ from tests.demo.scripted_steps import (
     shard_of,
     step_plan,
 )
+from tests.trainer_client.runtime.fake_device import THERE, FakeDevice, moved
+from tests.trainer_client.runtime.model_there import IN_A_PIPELINE_STEP, PlayedStream
 from tests.trainer_client.runtime.posted_order import Wait, stuck
 from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client.runtime import (
@@ -30,9 +33,11 @@ from trainer_client.runtime import (
     LayoutError,
     PipelineMesh,
     StageLayout,
+    clock,
     encoder_runs,
     one_forward_one_backward,
     pipeline_parallel,
+    pipeline_timeline,
     run_pipeline_step,
     sum_of_stages,
 )
@@ -75,8 +80,12 @@ def laid_out(place, stages, virtual_stages):
 class Rank:
     """One rank's mesh, and its steps by a layout."""
 
-    def __init__(self, layout, rank, replicas=1):
+    def __init__(self, layout, rank, replicas=1, *, there=False):
+        """``there``: it computes on the played device."""
+        self.there = there
         self.model = DemoModel(CONFIG).double()
+        if there:
+            self.model = moved(self.model)
         for weight in self.model.parameters():
             weight.grad = torch.zeros_like(weight)  # on all ranks, as played sums have it
         self.mesh = PipelineMesh(
@@ -87,6 +96,8 @@ class Rank:
             rank=rank,
             world_size=layout.stages * replicas,
         )
+        if there:
+            self.mesh.column.device = self.mesh.row.device = THERE
         self.chunks = lay_out_model(self.model, layout)[self.mesh.stage :: layout.stages]
         alone = layout.encoder_stage in ("spread", "cut")
         self.encoders = DemoEncoders(self.model, cut=layout.encoder_cut) if alone else None
@@ -98,8 +109,14 @@ class Rank:
         items = sum(len(order.lengths.items) for order, _ in samples)
         encodes = [number % self.mesh.replicas for number in range(items)]
         shard = shard_of(step_plan(samples, packs, encodes), samples, self.mesh.replica)
+        hidden = dataclasses.replace(HIDDEN, device=THERE if self.there else None)
         run_pipeline_step(
-            self.chunks, shard, self.mesh, HIDDEN, schedule=schedule, encoders=self.encoders
+            self.chunks,
+            shard.to(THERE) if self.there else shard,
+            self.mesh,
+            hidden,
+            schedule=schedule,
+            encoders=self.encoders,
         )
         sum_tied_gradient(self.chunks, self.mesh)
 
@@ -133,6 +150,27 @@ def test_no_step_makes_a_communicator_and_none_can_deadlock(
     at_most = channels + 1 + (replicas > 1)  # those, the row's, and the column's
     assert max(map(len, with_mesh.values())) == at_most
     assert not stuck(queues)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("stages", "virtual_stages"), PIPELINES[:2])
+def test_no_microbatch_makes_the_host_wait_for_the_device_wherever_encoders_run(
+    recorder, monkeypatch, stages, virtual_stages, place
+):
+    for module in (clock, pipeline_timeline):
+        monkeypatch.setattr(module, "start_clock", PlayedStream)
+    layout, replicas = laid_out(place, stages, virtual_stages), 2
+    # Which gradients there are is asked along the row too where its stages encode alike.
+    in_a_step = IN_A_PIPELINE_STEP + (place == "spread")
+    with FakeDevice() as device:
+        for rank in range(stages * replicas):
+            recorder.begin()
+            trainer = Rank(layout, rank, replicas, there=True)
+            for packs in STEPS[replicas]:
+                device.reads.clear()
+                trainer.step(packs)
+                assert device.reads == ["a copy to the host"] * in_a_step
+            trainer.mesh.close()
 
 
 LAYERS_OF = (2, 1)  # of the encoders of vision and sound

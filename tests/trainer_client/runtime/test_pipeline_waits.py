@@ -9,6 +9,7 @@ import torch
 
 from tests.trainer_client.runtime.fake_device import THERE, FakeDevice, Staged
 from tests.trainer_client.runtime.model_there import (
+    IN_A_PIPELINE_STEP,
     PlayedStream,
     model_there,
     play_a_stream,
@@ -39,7 +40,6 @@ from trainer_client.runtime.agreement import COMPARING
 STAGES, RANKS = 3, 6  # the stage between the ends shares no weight with them
 SEEDS = (2, 3, 5)  # of the steps, which have different numbers of microbatches
 HIDDEN = HiddenStates(width=WIDTH, dtype=torch.float64, device=THERE)
-IN_A_STEP = 3  # two sums compare plans, along row and column; which gradients there are
 LOSS, TIMELINE = "sharing the loss", "sharing the timeline"
 LARGEST_NORM = 0.1
 
@@ -120,7 +120,7 @@ def test_no_microbatch_of_a_pipeline_makes_the_host_wait_nor_does_its_loss(world
     for rank, (waited, errors, sums, tied, timelines) in answers.items():
         assert len({microbatches for microbatches, *_ in waited}) > 1
         for _, reads, copies in waited:
-            assert reads == ["a copy to the host"] * IN_A_STEP
+            assert reads == ["a copy to the host"] * IN_A_PIPELINE_STEP
             assert not copies
         assert max(error for each in errors for error in each) <= 1e-10
         assert tied == [None if rank % STAGES == 1 else [4.0] * 3] * len(SEEDS)
