@@ -106,7 +106,8 @@ def train_case(rank, case, place):
     others = [name for name, p in model.named_parameters() if p.grad is not None]
     return {
         "loss": result.loss, "grads": grads, "stage": mesh.stage, "parts": mesh.parts,
-        "strange": set(others) - grads.keys(), "result": result, "made": (made, made_later),
+        "strange": set(others) - grads.keys(), "made": (made, made_later),
+        "schedule": result.schedule, "timeline": result.timeline,
     }  # fmt: skip
 
 
@@ -170,18 +171,18 @@ def test_a_stage_reads_inputs_where_it_encodes_or_embeds(trained):
 
 
 def test_a_stage_encodes_its_part_of_the_layers_just_before_its_part_of_the_decoder(trained):
-    result = trained[0][(3, 1, 1), "cut"]["result"]
-    lines = str(result.schedule).splitlines()
+    found = trained[0][(3, 1, 1), "cut"]
+    schedule, lived = found["schedule"], found["timeline"]
+    lines = str(schedule).splitlines()
     assert lines[0].split()[1:] == [
         "EF0[0:1]", "EF1[0:1]", "EF2[0:1]", "EB0[0:1]", "EB1[0:1]", "EB2[0:1]",
     ]  # fmt: skip
     assert lines[1].startswith("1: EF0[1:2] EF0.1[0:1] F0 ")
     assert lines[1].endswith(" B2 EB2.1[0:1] EB2[1:2]")
     assert not any("E" in line for line in lines[2:])
-    lived = result.timeline
     assert not lived.end_s[:, 0].any()
     assert lived.begin_s == min(span.start_s for span in lived.encoders if span.stage == 0)
-    ideal = simulate(result.schedule, lived.forward_s, lived.backward_s, lived.encoder_s)
+    ideal = simulate(schedule, lived.forward_s, lived.backward_s, lived.encoder_s)
     assert 0 < ideal.makespan_s <= lived.makespan_s
     drawn = gantt({"measured": lived, "simulated": ideal}).splitlines()
     assert set(drawn[0][20:]) <= {"E", "G", "·"}
