@@ -17,7 +17,9 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dataservice.core import garbage
 from dataservice.core.address import is_loopback, split_address
@@ -27,10 +29,8 @@ from dataservice.core.ports import WorkerPool
 from dataservice.core.private_files import others_may
 from dataservice.core.state_store import StateStore
 from dataservice.core.threads import CallThreads
-from dataservice.engine.coordinator import Coordinator
 from dataservice.engine.fair_threads import FairThreads
 from dataservice.engine.tasks import cancel_all
-from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.own_code import load_processors
 from dataservice.observability.diagnosis import diagnose
 from dataservice.observability.endpoint import MetricsEndpoint, serve_metrics
@@ -43,15 +43,16 @@ from dataservice.operate.ledger_age import archive_now_and_then
 from dataservice.operate.stopping import Ending, StopGuard, in_thread
 from dataservice.operate.tokens_file import TokensFile
 from dataservice.operate.watchdog import Watchdog
-from dataservice.planning.warm import warm_up
 from dataservice.serving.access_control import AccessControl
 from dataservice.serving.audit import AuditLog
 from dataservice.serving.health_ports import HealthPort, OwnRequest
 from dataservice.serving.server import ServerHandle, serve_coordinator, serve_worker
 from dataservice.serving.worker_link import GrpcWorkerLink
-from dataservice.sources.index_cache import NO_CACHE, IndexCache
-from dataservice.state.directory import SECRET
+from dataservice.state.directory import SECRET, hold
 from dataservice.state.sqlite import SqliteStateStore
+
+if TYPE_CHECKING:
+    from dataservice.sources.index_cache import IndexCache
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,14 @@ SECRET_BYTES = 32
 COORDINATOR_STOP_S = 10.0
 STOP_CALL_S = 5.0
 _in_starting = CallThreads("starting", 2)
+# They load the planner, Parquet and codecs, which takes a second and a half of a processor: more
+# than all else here, and all that Ray and the workers need to be started is loaded without them.
+_HEAVY = (
+    "dataservice.engine.coordinator",
+    "dataservice.jobs.opener",
+    "dataservice.planning.warm",
+    "dataservice.sources.index_cache",
+)
 
 
 def make_access_control(config: ServiceConfig, started: contextlib.AsyncExitStack) -> AccessControl:
@@ -92,8 +101,10 @@ def make_metrics(
     return TracedMetrics(tracer)
 
 
-def make_index_cache(config: ServiceConfig) -> IndexCache:
+def make_index_cache(config: ServiceConfig) -> "IndexCache":
     """Where the config has opened indexes kept."""
+    from dataservice.sources.index_cache import NO_CACHE, IndexCache
+
     if not config.index_cache_bytes:
         return NO_CACHE
     # /tmp is often in memory, which would stay taken when the service has ended.
@@ -134,15 +145,31 @@ class Service:
 async def start_service(
     config: ServiceConfig, *, tell: Callable[[str], None] = log.info
 ) -> Service:
-    """Open the state, compile the planner, restore the jobs, and serve; the workers start beside
-    all that, and ranks that come sooner wait for them. After an error everything that was started
-    is stopped again. `tell` hears of each part that takes time, before it begins."""
+    """Have the workers start, and beside them open the state, load and compile the planner, restore
+    the jobs, and serve; ranks that come sooner than workers wait for them. After an error
+    everything that was started is stopped again. `tell` hears of each part that takes time, before
+    it begins."""
     load_processors(config.custom_processors)
     descriptors = raise_descriptor_limit()
     log.info("%d files and sockets may be open here; each rank takes one", descriptors)
     ending = Ending()
     async with contextlib.AsyncExitStack() as started:
         access = make_access_control(config, started)
+        # Of two services over one state, the second takes no worker of the first.
+        held = started.enter_context(hold(Path(config.state_dir)))
+        secret = shared_secret(config)
+        pool = make_pool(config, secret, serve_worker)
+        started.push_async_callback(pool.stop)
+        tell(_starts_workers(config))
+        staffing = asyncio.create_task(pool.start())
+        started.push_async_callback(cancel_all, staffing)
+        tell("loading the planner and the codecs")
+        for module in _HEAVY:
+            await _in_starting(import_module, module)
+        from dataservice.engine.coordinator import Coordinator
+        from dataservice.jobs.opener import JobOpener
+        from dataservice.planning.warm import warm_up
+
         opener = JobOpener(
             custom_processors=config.custom_processors,
             limits=config.limits,
@@ -158,7 +185,8 @@ async def start_service(
         # From a thread that lives on: the kernel kills the processes when their parent thread ends.
         opening = _in_starting.begin(opener.start)
         try:  # meanwhile, as it waits for a process that loads libraries
-            store = SqliteStateStore(Path(config.state_dir))  # a large one is checked and copied
+            # In a thread, as a large one is checked and copied.
+            store = await _in_starting(SqliteStateStore, Path(config.state_dir), held=held)
             _stop_in_thread(started, ending, "the state store", store.close)
             watchdog = Watchdog(config.unwell_after_s)
             started.callback(watchdog.close)
@@ -169,12 +197,6 @@ async def start_service(
             if config.metrics_listen is not None:
                 endpoint = serve_metrics(metrics.registry, config.metrics_listen)
                 _stop_in_thread(started, ending, "the metrics endpoint", endpoint.stop)
-            secret = shared_secret(config)
-            pool = make_pool(config, secret, serve_worker)
-            started.push_async_callback(pool.stop)
-            tell(_starts_workers(config))
-            staffing = asyncio.create_task(pool.start())
-            started.push_async_callback(cancel_all, staffing)
             tell("compiling the planner; a first start takes minutes, others seconds")
             await _in_starting(warm_up)
         finally:

@@ -275,7 +275,6 @@ def serve(
     settings = read_config(config, overrides)
     configure_logging(json=settings.log_json)
     tell = starting(Terminal(stderr=True), as_log=settings.log_json)
-    tell("loading the planner and the codecs")
     from dataservice.app import run_service
 
     def ready(service: "Service") -> None:

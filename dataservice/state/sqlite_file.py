@@ -6,13 +6,14 @@ process is refused, since a coordinator's memory would not see its writes; the k
 when the holder dies, however it dies.
 """
 
+import contextlib
 import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from dataservice.core.errors import NotFoundError, StateError
 from dataservice.core.job import (
@@ -53,8 +54,9 @@ _COLUMNS = {kind: (names, ", ".join(f'"{n}"' for n in names)) for kind, names in
 class SqliteFile:
     """`directory`/state.db, with the tables of this release."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open or make the store, and bring its schema up to date.
+    def __init__(self, directory: Path, *, held: IO[str] | None = None) -> None:
+        """Open or make the store, and bring its schema up to date. A directory that is `held`, as
+        `directory.hold` does it, stays so after the store is closed.
 
         Raises:
             StateError: the directory cannot be written, another process holds it, or the file
@@ -62,20 +64,23 @@ class SqliteFile:
         """
         self._path = directory / folder.FILE
         self._turn = threading.RLock()
-        self._lock_file = folder.hold(directory)
+        self._lock = contextlib.ExitStack()
+        if held is None:
+            self._lock.enter_context(folder.hold(directory))
         try:
             folder.tighten_files(directory)
             with self._translated():
                 self._connection = folder.connect(self._path)
         except BaseException:
-            self._lock_file.close()
+            self._lock.close()
             raise
 
     def close(self) -> None:
-        """Flush, close and release the directory for other processes. May be called twice."""
+        """Flush and close. Releases the directory for other processes, unless somebody else holds
+        it. May be called twice."""
         with self._turn, self._translated():
             self._connection.close()
-            self._lock_file.close()
+            self._lock.close()
 
     def check(self) -> None:
         """Returns if the store can be read and written; changes nothing. It waits for the call in

@@ -16,6 +16,7 @@ from dataclasses import astuple, dataclass, fields
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
+from typing import IO
 
 from dataservice.core.errors import NotFoundError
 from dataservice.core.job import LedgerEntry
@@ -56,8 +57,8 @@ class _Run:
 class SqliteLedger(SqliteFile):
     """The ledger's part of the port StateStore."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, *, held: IO[str] | None = None) -> None:
+        super().__init__(directory, held=held)
         self._files = LedgerFiles(directory)
         # Whether a job may have archives, once it was asked: most have none, and every step is
         # looked for.

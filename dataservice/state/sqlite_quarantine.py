@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import IO
 
 from dataservice.core.job import QuarantineEntry
 from dataservice.state.sqlite_file import SqliteFile
@@ -47,8 +48,8 @@ class _Steps:
 class SqliteQuarantine(SqliteFile):
     """The quarantine's part of the port StateStore."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, *, held: IO[str] | None = None) -> None:
+        super().__init__(directory, held=held)
         # Of the jobs that were asked for.
         self._samples: dict[str, int] = {}
         self._steps: defaultdict[str, dict[int, _Steps]] = defaultdict(dict)

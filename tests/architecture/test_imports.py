@@ -84,7 +84,9 @@ def test_every_module_of_the_service_stands_under_a_rule() -> None:
         ("operate.fleet", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "pyarrow", "ray"]),
         ("serving.server", ["av", "numba", "scipy", "PIL", "tokenizers", "pyarrow", "ray"]),
         ("jobs.sample_pipeline", ["grpc", "torch", "ray"]),
-        ("app", ["torch", "ray", "scipy.optimize", "matplotlib"]),
+        ("app", ["torch", "ray", "numba", "scipy", "av", "PIL", "tokenizers", "matplotlib"]),
+        ("engine.coordinator", ["torch", "ray", "scipy.optimize", "matplotlib"]),
+        ("jobs.opener", ["torch", "ray", "scipy.optimize", "matplotlib"]),
     ],
 )
 def test_what_is_loaded_first_loads_nothing_heavy_that_it_may_never_need(

@@ -17,7 +17,8 @@ from pathlib import Path
 
 _SERVER = """
 import gc, json, os, sys
-import dataservice.app, dataservice.jobs.calibrate  # what commands load when they need it
+import dataservice.app, dataservice.engine.coordinator, dataservice.jobs.calibrate
+import dataservice.jobs.opener  # what commands load when they need it
 import dataservice.cli.main as command
 
 def become(order):

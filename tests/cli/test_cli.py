@@ -262,6 +262,7 @@ def test_a_state_directory_that_another_service_holds_is_refused(cli, service):
         "held by another service",
         f"process {service.process.pid}",
     )
+    assert "starting" not in said  # no worker of the first is taken over
 
 
 def test_a_state_directory_that_cannot_be_written_is_refused(cli, tmp_path):

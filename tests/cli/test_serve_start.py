@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 STEPS = (
+    "starting 1 worker",
     "loading the planner and the codecs",
     "starting the process that opens jobs",
-    "starting 1 worker",
     "compiling the planner",
     "taking up the jobs that are registered",
 )

@@ -12,6 +12,7 @@ import pytest
 from dataservice.core.errors import StateError
 from dataservice.core.job import JobRecord
 from dataservice.state import schema
+from dataservice.state.directory import hold
 from dataservice.state.sqlite import SqliteStateStore
 from tests.ledger import ledger_of
 
@@ -21,6 +22,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from dataservice.core.job import JobRecord
+from dataservice.state.directory import hold
 from dataservice.state.sqlite import SqliteStateStore
 store = SqliteStateStore(Path(sys.argv[1]))
 store.put_job(JobRecord(name="job", spec_json="{}", index_fingerprint="f"))
@@ -69,6 +71,16 @@ def test_a_second_store_in_the_same_process_is_refused_too(tmp_path: Path) -> No
     with pytest.raises(StateError, match="held by another service"):
         SqliteStateStore(tmp_path)
     store.close()
+
+
+def test_a_directory_that_was_held_before_stays_so_after_its_store_is_closed(
+    tmp_path: Path,
+) -> None:
+    with hold(tmp_path) as held:
+        SqliteStateStore(tmp_path, held=held).close()
+        with pytest.raises(StateError, match="held by another service"):
+            SqliteStateStore(tmp_path)
+    SqliteStateStore(tmp_path).close()
 
 
 def test_a_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
