@@ -110,7 +110,6 @@ def trained(job: Path, steps: int) -> list[LedgerEntry]:
                 committed_unix_s=at_s,
                 predicted_s=STEP_S,
                 measured_s=STEP_S,
-                content=bytes(64),
             )
             entries.append(entry)
             cursor = pass_over(setup, cursor, to_step=step + 1)
