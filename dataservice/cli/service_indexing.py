@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from dataservice.core.errors import ServiceError, SourceError, WorkerLostError
-from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexResult
+from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexResult, IndexWaiting
 from dataservice.serving.coordinator_client import CoordinatorClient, IndexCall
 from dataservice.serving.status_codes import ServiceUnreachableError
 from dataservice.sources.file_indexer import Result, join_pieces
@@ -103,7 +103,9 @@ class _Errands:
     closed: threading.Event = field(default_factory=threading.Event)
     calls: set[IndexCall] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    told: bool = False  # that the service is away, since something was last heard of it
+    told: bool = (
+        False  # that the service or its workers are away, since something was last heard of them
+    )
 
     def text(self, errand: Errand) -> bytes:
         """The one result of an errand. Raises SourceError where there is none."""
@@ -140,15 +142,15 @@ class _Errands:
                     raise
                 if over:
                     raise self._given_up(errand, left, tries, error) from error
-                self._tell(error, lost=lost)
+                self._tell(f"{error} It is asked again.", each=lost)
                 self.closed.wait(min(2.0 ** (tries - 1), LONGEST_PAUSE_S))
 
-    def _tell(self, error: ServiceError, *, lost: bool) -> None:
-        """That it is asked again: of an outage once, whichever errands it stops."""
+    def _tell(self, what: str, *, each: bool = False) -> None:
+        """Of an outage once, whichever errands it stops."""
         with self.lock:
-            told, self.told = self.told, self.told or not lost
-        if lost or not told:
-            log.warning("source %s: %s It is asked again.", self.source, error)
+            told, self.told = self.told, self.told or not each
+        if each or not told:
+            log.warning("source %s: %s", self.source, what)
 
     def close(self) -> None:
         """End every errand."""
@@ -169,7 +171,10 @@ class _Errands:
         try:
             answers = iter(call)
             for answer in answers:
-                if isinstance(answer, IndexPlaces):
+                if isinstance(answer, IndexWaiting):
+                    why = answer.why.rstrip(".")
+                    self._tell(f"the service has no worker yet: {why}. It is waited for.")
+                elif isinstance(answer, IndexPlaces):
                     self.places = answer.places
                 elif isinstance(answer, IndexProgress):
                     self._count(answer.rows, answer.size_bytes)

@@ -19,6 +19,13 @@ class IndexOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IndexWaiting:
+    """No worker serves, for which the errand waits. `why`, in words."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class IndexPlaces:
     """An errand has begun. So many of the team's may be under way at once."""
 
@@ -43,7 +50,7 @@ class IndexResult:
     damage: str = ""
 
 
-IndexAnswer = IndexPlaces | IndexProgress | IndexResult | bytes
+IndexAnswer = IndexWaiting | IndexPlaces | IndexProgress | IndexResult | bytes
 
 
 def index_places(slots: int) -> int:

@@ -5,9 +5,10 @@
 Contract. A worker of four slots or fewer carries out one errand at a time, a larger one a quarter
 as many as it has slots; they run at the lowest priority of the system, so that decoding goes first.
 Teams take turns by the seconds that their errands have taken, over their weights (see
-core/fair_share.py), and a team whose decoding is limited has so much of the places. An errand whose
-worker is lost, or whose process dies, raises WorkerLostError: whoever asked asks again. A caller
-that leaves ends its errand.
+core/fair_share.py), and a team whose decoding is limited has so much of the places. While no worker
+serves, errands wait, as ranks do, and whoever asked is told why. An errand whose worker is lost, or
+whose process dies, raises WorkerLostError: whoever asked asks again. A caller that leaves ends its
+errand.
 """
 
 import asyncio
@@ -19,7 +20,13 @@ from dataclasses import dataclass, field
 
 from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.core.fair_share import FairShare, Run
-from dataservice.core.index_orders import IndexAnswer, IndexOrder, IndexPlaces, index_places
+from dataservice.core.index_orders import (
+    IndexAnswer,
+    IndexOrder,
+    IndexPlaces,
+    IndexWaiting,
+    index_places,
+)
 from dataservice.core.ports import WorkerInfo, WorkerLink, WorkerPool
 from dataservice.core.quoting import quoted
 from dataservice.core.team import TeamShare, full_name
@@ -33,7 +40,6 @@ each source, by the source's name. Raises SpecError."""
 
 LOOK_S = 1.0  # at whether workers have come
 PASSED_OVER_S = 10.0  # after a worker was lost, until the pool knows
-WITHOUT_WORKERS_S = 60.0  # in which lost ones are replaced
 READ_FOR_S = 60.0  # then the paths that a job file names are judged again
 FILES_READ = 16
 
@@ -87,7 +93,16 @@ class IndexDesk:
             raise SpecError(
                 f"the job file has no source {quoted(source)}; it has {', '.join(pipelines)}."
             )
-        place = await self._place(team)
+        waiting: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
+        self._teams.setdefault(team, _Team()).waiting.append(waiting)
+        try:
+            async for why in self._without_workers(waiting):
+                yield IndexWaiting(why=why)
+        except BaseException:
+            if not waiting.cancel():  # it has just got one
+                self._give_back(team, waiting.result())
+            raise
+        place = waiting.result()
         try:
             yield IndexPlaces(places=self._most(team))
             order = IndexOrder(pipeline=pipelines[source], errand=errand)
@@ -120,29 +135,20 @@ class IndexDesk:
 
     # ---- places ---------------------------------------------------------------------------
 
-    async def _place(self, name: str) -> _Place:
-        """A place at a worker, in the team's turn. Raises WorkerLostError where none serves."""
-        team = self._teams.setdefault(name, _Team())
-        future: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
-        team.waiting.append(future)
-        began_s = _now_s()
-        try:
-            while not future.done():
-                if self._serving():
-                    began_s = _now_s()
-                elif _now_s() - began_s > WITHOUT_WORKERS_S:
-                    raise WorkerLostError(
-                        f"no worker has served for {WITHOUT_WORKERS_S:g} s. "
-                        f"{self._pool.shortfall()} See `dataservice workers list`."
-                    )
-                self._hand_out()
-                if not future.done():
-                    await asyncio.wait({future}, timeout=LOOK_S)
-        except BaseException:
-            if not future.cancel():  # it has just got one
-                self._give_back(name, future.result())
-            raise
-        return future.result()
+    async def _without_workers(
+        self, waiting: "asyncio.Future[_Place]"
+    ) -> AsyncGenerator[str, None]:
+        """Ends once there is a place at a worker, in the team's turn. Yields why no worker serves,
+        where that is so, whenever it is another reason."""
+        told = ""
+        while not waiting.done():
+            why = "" if self._serving() else self._pool.shortfall()
+            if why and why != told:
+                yield why
+            told = why
+            self._hand_out()
+            if not waiting.done():
+                await asyncio.wait({waiting}, timeout=LOOK_S)
 
     def _hand_out(self) -> None:
         while (worker := self._roomiest()) is not None:

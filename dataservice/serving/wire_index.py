@@ -9,6 +9,7 @@ from dataservice.core.index_orders import (
     IndexPlaces,
     IndexProgress,
     IndexResult,
+    IndexWaiting,
 )
 
 
@@ -26,6 +27,8 @@ def index_answer_to_proto(answer: IndexAnswer) -> worker_pb2.IndexAnswer:
     """An answer to an errand."""
     if isinstance(answer, bytes):
         return worker_pb2.IndexAnswer(data=answer)
+    if isinstance(answer, IndexWaiting):
+        return worker_pb2.IndexAnswer(waiting=answer.why)
     if isinstance(answer, IndexPlaces):
         return worker_pb2.IndexAnswer(places=answer.places)
     if isinstance(answer, IndexProgress):
@@ -42,6 +45,8 @@ def index_answer_from_proto(proto: worker_pb2.IndexAnswer) -> IndexAnswer:
     kind = proto.WhichOneof("content")
     if kind == "data":
         return proto.data
+    if kind == "waiting":
+        return IndexWaiting(why=proto.waiting)
     if kind == "places":
         return IndexPlaces(places=proto.places)
     if kind == "progress":

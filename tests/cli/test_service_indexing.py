@@ -18,7 +18,13 @@ import webdataset
 from dataservice.cli import service_indexing
 from dataservice.cli.service_indexing import ServiceIndexing
 from dataservice.core.errors import SpecError, WorkerLostError
-from dataservice.core.index_orders import IndexAnswer, IndexOrder, IndexPlaces, IndexProgress
+from dataservice.core.index_orders import (
+    IndexAnswer,
+    IndexOrder,
+    IndexPlaces,
+    IndexProgress,
+    IndexWaiting,
+)
 from dataservice.jobs.index_program import IndexProgram
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.setup import IndexIncompleteError, index_job, index_pipelines, job_records
@@ -363,6 +369,27 @@ def test_a_service_that_is_away_when_a_later_source_is_listed_is_waited_for_and_
     assert files
     assert len(asked) == 3
     assert caplog.text.count("is being restarted") == 1
+
+
+def test_a_service_without_workers_is_waited_for_and_says_why_once(home, service, caplog):
+    index = service.index
+
+    class Late:
+        """A call that hears of no workers twice, before it is answered."""
+
+        def __init__(self, call: Call) -> None:
+            self.call, self.cancel = call, call.cancel
+
+        def __iter__(self) -> Iterator[IndexAnswer]:
+            yield from [IndexWaiting(why="1 of 1 workers are being started")] * 2
+            yield from self.call
+
+    service.index = lambda *of: Late(index(*of))
+    text = (home / "job.yaml").read_text()
+    files, _ = ServiceIndexing(service, text, str(home), "text", None).listed()
+    assert len(files) == 3
+    said = "no worker yet: 1 of 1 workers are being started. It is waited for."
+    assert caplog.text.count(said) == 1
 
 
 # ---- what a service reads -----------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dataservice.core.errors import SourceError, SpecError, WorkerLostError
-from dataservice.core.index_orders import IndexPlaces, IndexProgress
+from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexWaiting
 from dataservice.core.ports import WorkerInfo
 from dataservice.core.team import TeamSpec
 from dataservice.engine import index_desk
@@ -31,12 +31,13 @@ class Workers:
     lost: set = field(default_factory=set)
     go: dict = field(default_factory=dict)
     read: list = field(default_factory=list)
+    short: str = "2 of 2 workers are missing."
 
     def workers(self):
         return tuple(self.infos)
 
     def shortfall(self):
-        return "2 of 2 workers are missing."
+        return self.short
 
     async def index(self, info, order):
         self.begun.append((order.errand, info.worker))
@@ -149,19 +150,36 @@ async def test_a_caller_that_leaves_ends_its_errand_and_gives_its_place_back():
     assert [errand for errand, _ in workers.begun] == ["gone", "last"]
 
 
-async def test_an_errand_waits_for_workers_that_are_to_come_and_not_for_ever(monkeypatch):
+async def test_an_errand_waits_for_workers_that_are_to_come_and_is_told_why_there_are_none(
+    monkeypatch,
+):
     monkeypatch.setattr(index_desk, "LOOK_S", 0.01)
     workers = Workers(infos=[])
-    (asked,) = begin(workers.desk(), "x")
+    answers = workers.desk().index("good", "/", team="", source="a", errand="x")
+    async with aclosing(answers):
+        assert await anext(answers) == IndexWaiting(why="2 of 2 workers are missing.")
+        workers.short = "there is no room"
+        assert await anext(answers) == IndexWaiting(why="there is no room")
+        workers.infos.append(worker(5))
+        assert await anext(answers) == IndexPlaces(places=1)
+        assert await anext(answers) == IndexProgress(rows=1, size_bytes=10)
+
+
+async def test_a_caller_that_leaves_before_there_are_workers_leaves_its_place_to_the_next(
+    monkeypatch,
+):
+    monkeypatch.setattr(index_desk, "LOOK_S", 0.01)
+    workers = Workers(infos=[])
+    desk = workers.desk()
+    gone, last = begin(desk, "gone", "last")
     await settled()
-    workers.infos.append(worker(5))
-    workers.go["x"] = asyncio.Event()
-    workers.go["x"].set()
-    await asked
-    monkeypatch.setattr(index_desk, "WITHOUT_WORKERS_S", 0.02)
-    workers.infos.clear()
-    with pytest.raises(WorkerLostError, match=r"no worker has served for 0.02 s. 2 of 2 workers"):
-        await taken(workers.desk(), "x")
+    gone.cancel()
+    await asyncio.wait({gone})
+    workers.infos.append(worker(0))
+    await until(lambda: workers.running == ["last"])
+    workers.go["last"].set()
+    await last
+    assert [errand for errand, _ in workers.begun] == ["last"]
 
 
 async def test_a_job_file_is_read_once_for_many_errands_and_again_where_it_was_bad():

@@ -29,7 +29,7 @@ from dataservice.core.health import (
     SourceHealth,
     SourceProgress,
 )
-from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexResult
+from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexResult, IndexWaiting
 from dataservice.core.job import CostRecord, JobRecord, LedgerEntry, SkipRecord
 from dataservice.core.orders import (
     PackKey,
@@ -393,6 +393,7 @@ class CoordinatorInMemory:
         return made
 
     async def index(self, spec_yaml, base_directory, *, team, source, errand):
+        yield IndexWaiting(why="1 of 1 workers are being started")
         yield IndexPlaces(places=3)
         yield IndexProgress(rows=2, size_bytes=2**40)
         yield IndexResult(place=1, size_bytes=0, damage=f"{source} of {base_directory}")

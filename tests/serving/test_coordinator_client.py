@@ -9,7 +9,7 @@ import pytest
 
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import ConflictError, NotFoundError, SpecError, WorkerLostError
-from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexResult
+from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexResult, IndexWaiting
 from dataservice.engine.api import NamedPack, ReplayedStep
 from dataservice.serving import coordinator_client
 from dataservice.serving.coordinator_client import CoordinatorClient
@@ -191,6 +191,7 @@ async def test_an_errand_for_an_index_is_answered_as_it_is_carried_out(coordinat
             return told
 
     answers = [
+        IndexWaiting(why="1 of 1 workers are being started"),
         IndexPlaces(places=3),
         IndexProgress(rows=2, size_bytes=2**40),
         IndexResult(place=1, size_bytes=0, damage="s of /jobs"),

@@ -289,10 +289,13 @@ class IndexAnswer(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """of the result before"""
     places: _builtins.int
     """first, from a coordinator: so many errands of the team may be under way"""
+    waiting: _builtins.str
+    """before, from a coordinator without workers: why there are none"""
     @_builtins.property
     def progress(self) -> Global___IndexProgress: ...
     @_builtins.property
@@ -304,12 +307,13 @@ class IndexAnswer(_message.Message):
         result: Global___IndexResult | None = ...,
         data: _builtins.bytes = ...,
         places: _builtins.int = ...,
+        waiting: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "places", b"places", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "places", b"places", "progress", b"progress", "result", b"result", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "places", b"places", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "data", b"data", "places", b"places", "progress", b"progress", "result", b"result", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["progress", "result", "data", "places"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["progress", "result", "data", "places", "waiting"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
