@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from benchmarks.harness import Row, hardware, slug
@@ -31,6 +32,9 @@ RANK_BYTES, ROW_BYTES = 8_192, 24  # of an answer, and for each of its packs and
 SMALL_RANKS, SMALL_SAMPLES, SMALL_STEPS, SMALL_WARM = 2, 8, 500, 100
 SMALL_S = 0.003  # of a processor, at most, that a small step may cost the coordinator
 LONG_RANKS, LONG_SAMPLES, LONG_STEPS, LONG_WARM = 64, 8, 2_000, 400
+LONG_LOOKS = 10
+WATCHED_RANKS, WATCHED_STEPS = 2_560, 3
+LONGEST_S = 0.1  # that a callback may keep the event loop
 GROWTH = 0.05  # of the resident memory, at most, from the warm steps to the last
 
 
@@ -99,22 +103,46 @@ def small_steps(steps: int) -> Row:
     )
 
 
-def long_run(steps: int) -> Row:
-    """Resident memory over many small steps."""
-    size = Size(ranks=LONG_RANKS, samples_a_rank=LONG_SAMPLES, indexed=50_000)
+def long_run(steps: int, ranks: int) -> Row:
+    """Resident memory over many small steps, looked at ten times."""
+    size = Size(ranks=ranks, samples_a_rank=LONG_SAMPLES, indexed=50_000)
     with staged(size, workers=4, players=1) as stage:
         _run(stage, LONG_WARM)
-        before = stage.used().rss_bytes
-        began_s = time.monotonic()
-        _run(stage, steps)
-        took_s, after = time.monotonic() - began_s, stage.used().rss_bytes
+        began_s, resident = time.monotonic(), [stage.used().rss_bytes]
+        for part in np.diff(np.linspace(0, steps, LONG_LOOKS + 1).astype(int)).tolist():
+            _run(stage, part)
+            resident.append(stage.used().rss_bytes)
+        took_s = time.monotonic() - began_s
     return Row(
         group="long",
-        what=f"growth of resident memory over {steps:,} steps, {LONG_RANKS} ranks",
-        figure=after / before - 1,
+        what=f"growth of resident memory over {steps:,} steps, {ranks:,} ranks",
+        figure=resident[-1] / resident[0] - 1,
         unit="of it",
         limit=GROWTH,
-        explanation=f"From {before / 2**20:.0f} to {after / 2**20:.0f} MiB, in {took_s:.0f} s.",
+        explanation=f"MiB at each tenth, after {LONG_WARM} steps before: "
+        f"{', '.join(f'{each / 2**20:.0f}' for each in resident)}; in {took_s:.0f} s.",
+    )
+
+
+def longest_turn(ranks: int, steps: int) -> Row:
+    """The most that a callback keeps the event loop in a large step: planning, orders and receipts
+    for the next one, and the answers to all ranks at once. Processor time."""
+    with staged(Size(ranks=ranks, samples_a_rank=SAMPLES_A_RANK, watched=True)) as stage:
+        stage.steps(1)
+        longest = []
+        for _ in range(steps):
+            stage.longest = (0.0, "")
+            stage.steps(1)
+            longest.append(stage.longest)
+    took_s, name = max(longest)
+    return Row(
+        group="played",
+        what=f"longest turn of the event loop, {ranks:,} ranks × {SAMPLES_A_RANK} samples",
+        figure=took_s,
+        unit="s",
+        limit=LONGEST_S,
+        explanation=f"{name}; of each of {steps} steps: "
+        f"{', '.join(f'{1e3 * each:.0f} ms {of}' for each, of in longest)}.",
     )
 
 
@@ -128,8 +156,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=sorted(BARS))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of each turn")
+    parser.add_argument("--watched-ranks", type=int, default=WATCHED_RANKS, help="0: leave it out")
     parser.add_argument("--small-steps", type=int, default=SMALL_STEPS, help="0: leave it out")
     parser.add_argument("--long-steps", type=int, default=LONG_STEPS, help="0: leave it out")
+    parser.add_argument("--long-ranks", type=int, default=LONG_RANKS)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     warm_up()
@@ -137,10 +167,12 @@ def main(arguments: list[str]) -> int:
     rows = [*stages(large), scattered_orders(replace(large, indexed=1_000_000))]
     for ranks in options.ranks:
         rows += played(ranks, BARS.get(ranks), options.turns, options.steps)
+    if options.watched_ranks:
+        rows.append(longest_turn(options.watched_ranks, WATCHED_STEPS))
     if options.small_steps:
         rows.append(small_steps(options.small_steps))
     if options.long_steps:
-        rows.append(long_run(options.long_steps))
+        rows.append(long_run(options.long_steps, options.long_ranks))
     print_rows(Console(), "Thousands of ranks", rows)
     today = datetime.date.today().isoformat()
     head = f"# Scale, {today}\n\n`python -m benchmarks.scale` on {hardware()}. {verdict(rows)}\n"

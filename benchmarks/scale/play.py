@@ -45,11 +45,13 @@ class Stage:
         self.size = size
         self._coordinator = coordinator
         self._players = players
+        self.longest = (0.0, "")  # turn of the event loop that was heard of: see Used
 
     def used(self) -> Used:
         """What the coordinator has used by now."""
         self._coordinator.send("used")
         used: Used = self._coordinator.recv()
+        self.longest = max(self.longest, used.longest)
         return used
 
     def settle(self) -> None:
