@@ -156,7 +156,7 @@ class Turns:
             if took_s > self._longest[0]:
                 self._longest = took_s, _name(handle)
 
-        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        asyncio.Handle._run = timed  # type: ignore[assignment, method-assign]
 
     def longest(self) -> tuple[float, str]:
         """The longest since the last call."""
