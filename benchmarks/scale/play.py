@@ -45,13 +45,13 @@ class Stage:
         self.size = size
         self._coordinator = coordinator
         self._players = players
-        self.longest = (0.0, "")  # turn of the event loop that was heard of: see Used
+        self.longest_turn_s = 0.0  # that was heard of: see Used
 
     def used(self) -> Used:
         """What the coordinator has used by now."""
         self._coordinator.send("used")
         used: Used = self._coordinator.recv()
-        self.longest = max(self.longest, used.longest)
+        self.longest_turn_s = max(self.longest_turn_s, used.longest_turn_s)
         return used
 
     def settle(self) -> None:

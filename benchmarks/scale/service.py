@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import resource
-import threading
+import selectors
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -30,28 +29,25 @@ SECRET = b"a secret of 32 bytes for scaling"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """What is played: `ranks` with `samples_a_rank` each, drawn from an index of `indexed`. Of a
-    `watched` one each turn of the event loop is timed, which takes time itself."""
+    """What is played: `ranks` with `samples_a_rank` each, drawn from an index of `indexed`."""
 
     ranks: int
     samples_a_rank: int
     indexed: int = 400_000
     memory_tokens: int = 8192
     text: bool = False
-    watched: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Used:
     """Processor seconds of the coordinator's process so far, its resident memory now, and whether
-    the steps that it may plan ahead are all planned and decoded. Where it is watched, the most
-    processor seconds that a callback has kept the event loop since this was asked before, and its
-    name."""
+    the steps that it may plan ahead are all planned and decoded; of the event loop's turns
+    since this was asked before, the processor seconds of the longest."""
 
     cpu_s: float
     rss_bytes: int
     ahead: bool
-    longest: tuple[float, str] = (0.0, "")
+    longest_turn_s: float = 0.0
 
 
 class FixedPool:
@@ -87,12 +83,40 @@ class FixedPool:
         """Nobody asks for it."""
 
 
+class Turns(selectors.DefaultSelector):
+    """The selector of an event loop, which times the loop's turns: what it does between two looks
+    at its sockets, by the thread's own processor seconds, which other work on the machine does not
+    lengthen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began_s: float | None = None
+        self._longest_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Look, and end one turn and begin the next."""
+        if self._began_s is not None:
+            self._longest_s = max(self._longest_s, time.thread_time() - self._began_s)
+        found = super().select(timeout)
+        self._began_s = time.thread_time()
+        return found
+
+    def longest_s(self) -> float:
+        """Of the turns since this was asked before."""
+        found_s, self._longest_s = self._longest_s, 0.0
+        return found_s
+
+
 def serve(size: Size, workers: list[str], home: str, line: Connection) -> None:
     """Serve until the line says None; every other word is answered with what was used."""
-    asyncio.run(_serve(size, workers, Path(home), line))
+    turns = Turns()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
+        runner.run(_serve(size, workers, Path(home), line, turns))
 
 
-async def _serve(size: Size, workers: list[str], home: Path, line: Connection) -> None:
+async def _serve(
+    size: Size, workers: list[str], home: Path, line: Connection, turns: Turns
+) -> None:
     warm_up()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -121,13 +145,12 @@ async def _serve(size: Size, workers: list[str], home: Path, line: Connection) -
     giving = asyncio.create_task(give_back_now_and_then())
     line.send(server.address)
     process, loop = psutil.Process(), asyncio.get_running_loop()
-    turns = Turns() if size.watched else None
     while await loop.run_in_executor(None, line.recv) is not None:
         used = Used(
             cpu_s=time.process_time(),
             rss_bytes=process.memory_info().rss,
             ahead=await _is_ahead(coordinator),
-            longest=(0.0, "") if turns is None else turns.longest(),
+            longest_turn_s=turns.longest_s(),
         )
         line.send(used)
     giving.cancel()
@@ -136,39 +159,6 @@ async def _serve(size: Size, workers: list[str], home: Path, line: Connection) -
         await coordinator.stop()
     writers.close()
     store.close()
-
-
-class Turns:
-    """Times every callback of this thread's event loop by the thread's own processor seconds, which
-    other work on the machine does not lengthen."""
-
-    def __init__(self) -> None:
-        self._longest = (0.0, "")
-        ours, run = threading.get_ident(), asyncio.Handle._run
-
-        def timed(handle: asyncio.Handle) -> None:
-            if threading.get_ident() != ours:
-                run(handle)
-                return
-            began_s = time.thread_time()
-            run(handle)
-            took_s = time.thread_time() - began_s
-            if took_s > self._longest[0]:
-                self._longest = took_s, _name(handle)
-
-        asyncio.Handle._run = timed  # type: ignore[assignment, method-assign]
-
-    def longest(self) -> tuple[float, str]:
-        """The longest since the last call."""
-        found, self._longest = self._longest, (0.0, "")
-        return found
-
-
-def _name(handle: Any) -> str:
-    """Of a task its coroutine, of another callback itself."""
-    task = getattr(handle._callback, "__self__", None)
-    called = task.get_coro() if isinstance(task, asyncio.Task) else handle._callback
-    return str(getattr(called, "__qualname__", called))
 
 
 async def _is_ahead(coordinator: Coordinator) -> bool:

@@ -1,5 +1,5 @@
-"""The benchmark of scale counts what a step leaves to be done as the step's own, and names what
-keeps an event loop."""
+"""The benchmark of scale counts what a step leaves to be done as the step's own, and times each
+turn of the event loop."""
 
 import asyncio
 import itertools
@@ -38,17 +38,21 @@ def test_a_coordinator_that_waits_for_workers_is_not_at_rest(monkeypatch, behind
     assert coordinator.asked == max(2, behind + 1)
 
 
-def test_what_keeps_an_event_loop_longest_is_named(monkeypatch):
-    monkeypatch.setattr(asyncio.Handle, "_run", asyncio.Handle._run)  # taken back afterwards
+def test_the_turns_of_an_event_loop_are_told_apart_and_the_longest_is_told_once():
+    turns = Turns()
 
-    async def busy(until_s: float) -> None:
+    async def busy(longer_s: float) -> None:
+        until_s = time.thread_time() + longer_s
         while time.thread_time() < until_s:
             pass
 
-    async def watched() -> tuple[float, str]:
-        turns = Turns()
-        await asyncio.gather(busy(0.0), busy(time.thread_time() + 0.2), asyncio.sleep(0))
-        return turns.longest()
+    async def watched(*longer_s: float) -> float:
+        for each in longer_s:
+            await busy(each)
+            await asyncio.sleep(0)
+        return turns.longest_s()
 
-    _, name = asyncio.run(watched())
-    assert name.endswith(".busy")
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
+        longest = [runner.run(watched(*each)) for each in ([0.3], [0.0], [0.3, 0.3])]
+    assert longest[1] < longest[0]
+    assert longest[2] < 2 * longest[0], "two turns are not one"
