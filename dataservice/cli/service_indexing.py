@@ -103,9 +103,8 @@ class _Errands:
     closed: threading.Event = field(default_factory=threading.Event)
     calls: set[IndexCall] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    told: bool = (
-        False  # that the service or its workers are away, since something was last heard of them
-    )
+    told: bool = False
+    """That the service or its workers are away, since something was last heard of them."""
 
     def text(self, errand: Errand) -> bytes:
         """The one result of an errand. Raises SourceError where there is none."""
