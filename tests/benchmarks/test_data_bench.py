@@ -6,6 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from benchmarks.data import indexing
 from benchmarks.data.__main__ import to_markdown
 from benchmarks.data.corpus import MAX_PIXELS, make_corpus, read_pictures
 from benchmarks.data.measured import Span
@@ -56,3 +57,14 @@ def test_the_page_sets_the_service_beside_its_floor_and_the_better_peer():
     assert "decoders 8.0, workers 0.0, coordinator 0.0, client 3.0" in page
     assert "(9.0 ms): 1.22" in page
     assert "better of the other loaders: 0.50" in page
+
+
+@pytest.mark.long
+def test_indexes_are_timed_as_whole_commands_and_a_peer_that_is_not_there_is_left_out(home):
+    tars_s, jsonl_s = indexing.of_tars_s(home, None, 1), indexing.of_jsonl_s(home, 20_000, 1)
+    given = argparse.Namespace(pictures=2, jsonl_bytes=20_000, rounds=1)
+    page = indexing.to_markdown(given, {**tars_s, "prepare": [1e-3]}, jsonl_s)
+    assert "| `energon prepare --num-workers 1` | 0.0 | 2,000 |" in page
+    assert "over `energon prepare --num-workers 1`: 0.00; the bar is to be ahead" in page
+    assert "One JSONL of 0 MB" in page
+    assert tars_s["ours"][0] > 0.1, "it has loaded Python, at least"
