@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +72,7 @@ def of_tars_s(home: Path, energon: Path | None, rounds: int) -> dict[str, list[f
             shutil.rmtree(home / "tars" / ".nv-meta", ignore_errors=True)
             for listed in (home / "tars").glob("*.idx"):
                 listed.unlink()
-            spent[name].append(_cpu_s(lambda command=command: _run(home, command)))  # type: ignore[misc]
+            spent[name].append(_run(home, command))
     return spent
 
 
@@ -97,7 +96,9 @@ def _dataservice(job: Path) -> list[str]:
     return [sys.executable, "-m", "dataservice.cli.main", "index", str(job)]
 
 
-def _run(home: Path, command: list[str]) -> None:
+def _run(home: Path, command: list[str]) -> float:
+    """Seconds of the processor of what is started, and has ended with it."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         command, cwd=ROOT, env=child_environment(home), capture_output=True, text=True, check=False
     )
@@ -105,12 +106,6 @@ def _run(home: Path, command: list[str]) -> None:
         raise RuntimeError(
             f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
-
-
-def _cpu_s(work: Callable[[], None]) -> float:
-    """Seconds of the processor of what is started, and has ended with it."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    work()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

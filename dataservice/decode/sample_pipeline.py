@@ -434,9 +434,10 @@ def _told(spec: PipelineSpec, vision: VisionProcessor | None) -> dict[str, objec
     """What the job says of its vision processor; of one that a folder describes, what that says."""
     if isinstance(vision, TransformersImageProcessor):
         return vision.identity
-    told = asdict(spec.vision) if spec.vision else None
-    if isinstance(spec.vision, CustomVisionSpec) and told:
-        del told["unit_frames"]  # where items may be cut decides no pixel
+    if spec.vision is None:
+        return None
+    told = asdict(spec.vision)
+    told.pop("unit_frames", None)  # where items may be cut decides no pixel
     return told
 
 

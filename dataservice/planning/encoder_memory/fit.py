@@ -157,14 +157,16 @@ def keep_rooms(
     for wave in range(waves):
         full[wave] = left[wave].min() < 0
     listed, begins = group_stable(wave_of, _falling_of_full(wave_of, sizes, kept, left), waves)
+    every = starts = np.empty(0, np.int64)  # all items, wave by wave, once they are needed
     for wave in range(waves):
         if not full[wave]:
             continue
         items = listed[begins[wave] : begins[wave + 1]]
         full[wave] = False
         if not _hand_on(items, sizes, kept, left[wave], rooms[wave], ranks_per_node):
-            items = np.flatnonzero(wave_of == wave)
-            items = items[argsort_falling(sizes[items])]
+            if starts.size == 0:
+                every, starts = group_stable(wave_of, argsort_falling(sizes), waves)
+            items = every[starts[wave] : starts[wave + 1]]
             place_of = np.empty(items.size, np.int64)
             full[wave] = not fit_items(sizes[items], rooms[wave], place_of)
             for k in range(items.size if not full[wave] else 0):
