@@ -93,11 +93,13 @@ async def test_an_errand_whose_pipeline_is_refused_starts_no_process():
         raise SpecError("this is no job's pipeline")
 
     refusing = IndexProcesses(Obedient(), slots=8, code_owner=refuse)
-    before, nurseries_before = descriptors(), len(nurseries())
+    # An earlier test's nursery may end meanwhile, so that fewer are left than there were.
+    before, nurseries_before = descriptors(), set(nurseries())
     for _ in range(3):
         with pytest.raises(SpecError, match="no job's pipeline"):
             await answers(refusing, "0")
-    assert (descriptors(), len(nurseries())) == (before, nurseries_before)
+    assert descriptors() <= before
+    assert set(nurseries()) <= nurseries_before
     assert not refusing.process_ids
     refusing.close()
 
