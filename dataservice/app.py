@@ -166,6 +166,7 @@ async def start_service(
         tell("loading the planner and the codecs")
         for module in _HEAVY:
             await _in_starting(import_module, module)
+        from dataservice.core.kernels import load_kernels
         from dataservice.engine.coordinator import Coordinator
         from dataservice.jobs.opener import JobOpener
         from dataservice.planning.warm import warm_up
@@ -199,6 +200,7 @@ async def start_service(
                 _stop_in_thread(started, ending, "the metrics endpoint", endpoint.stop)
             tell("compiling the planner; a first start takes minutes, others seconds")
             await _in_starting(warm_up)
+            await _in_starting(load_kernels)
         finally:
             await opening
         # One thread: a team's order waits at most for one pack of another team to be written.

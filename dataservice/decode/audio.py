@@ -18,6 +18,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
+from dataservice.core.kernels import kernel, read_only
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.container import (
@@ -27,7 +28,6 @@ from dataservice.decode.container import (
     prepare_decoder,
 )
 from dataservice.decode.flac import plain_flac, read_plain
-from dataservice.decode.kernels import given, kernel
 from dataservice.decode.processors.whisper import SAMPLE_RATE_HZ, AudioChunk
 
 # Delay and padding of the codecs in use (MP3, AAC, Opus) are below 0.1 s.
@@ -211,7 +211,7 @@ def _write(wave: NDArray[Any], room: NDArray[np.float32]) -> None:
         _round(wave, room)
 
 
-@kernel((given(types.float32, 1), types.float32[::1]))
+@kernel((read_only(types.float32, 1), types.float32[::1]))
 def _round(wave: NDArray[np.float32], room: NDArray[np.float32]) -> None:
     """The same of sound in [-1, 1): as FFmpeg rounds it, in a tenth of the time. What is no number
     becomes the smallest."""

@@ -23,7 +23,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from dataservice.decode.kernels import given, kernel
+from dataservice.core.kernels import kernel, read_only
 from dataservice.decode.processors.base import Filter
 
 _MOST_BITS = 22
@@ -185,8 +185,8 @@ _OF_ROWS = *_TAPS, types.int64, types.int64, types.uint32
 
 
 @kernel(
-    (given(types.uint32, 2), types.uint32[:, ::1], *_OF_ROWS),
-    (given(types.uint8, 3), types.uint32[:, ::1], *_OF_ROWS),
+    (read_only(types.uint32, 2), types.uint32[:, ::1], *_OF_ROWS),
+    (read_only(types.uint8, 3), types.uint32[:, ::1], *_OF_ROWS),
 )
 def _sum_columns(
     picture: Words | Pixels,

@@ -12,10 +12,11 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numpy.typing import NDArray
 
 from dataservice.core.field_bytes import BYTES, head_of
+from dataservice.core.kernels import kernel, read_only
 
 
 class CutWhenAsked(Mapping[str, bytes]):
@@ -43,7 +44,7 @@ class CutWhenAsked(Mapping[str, bytes]):
         return len(self._all())
 
 
-_GIVEN = types.Array(types.uint8, 1, "C", readonly=True)  # as bytes are
+_GIVEN = read_only(types.uint8)
 
 
 def cut_fields(
@@ -76,12 +77,7 @@ def _heads(numbers: tuple[int, ...]) -> tuple[NDArray[np.uint8], NDArray[np.int6
     return np.frombuffer(b"".join(heads), np.uint8), np.cumsum([0, *map(len, heads)])
 
 
-# Compiled when this module is loaded, or read from numba's cache on disk; runs without the GIL.
-@njit(
-    (_GIVEN, types.int64[:, ::1], _GIVEN, types.int64[::1]),
-    cache=True,
-    nogil=True,
-)
+@kernel((_GIVEN, types.int64[:, ::1], _GIVEN, types.int64[::1]))
 def _written(
     columns: NDArray[np.uint8],
     begins: NDArray[np.int64],

@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from dataservice.sources.kernels import kernel, read_only
+from dataservice.core.kernels import kernel, read_only
 
 Integers = NDArray[np.int64]
 Narrow = NDArray[np.int32]

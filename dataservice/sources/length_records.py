@@ -17,9 +17,9 @@ from numba import types
 from numba.extending import register_jitable
 from numpy.typing import NDArray
 
+from dataservice.core.kernels import kernel, read_only
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable, Modality
-from dataservice.sources.kernels import kernel, read_only
 
 Number = int | np.integer[Any]
 

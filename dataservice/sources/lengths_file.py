@@ -18,9 +18,9 @@ from numba import types
 from numba.extending import register_jitable
 from numpy.typing import NDArray
 
+from dataservice.core.kernels import kernel, read_only
 from dataservice.core.sample import IntArray, LengthTable
 from dataservice.sources.gather import Ranges
-from dataservice.sources.kernels import kernel, read_only
 from dataservice.sources.length_records import (
     ITEM_COLUMNS,
     KINDS,

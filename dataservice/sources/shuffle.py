@@ -24,9 +24,9 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
+from dataservice.core.kernels import kernel
 from dataservice.core.sample import IntArray
 from dataservice.core.split_mix import mixed, split_mix
-from dataservice.sources.kernels import kernel
 
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 _HALF = np.uint64(32)

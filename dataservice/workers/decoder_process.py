@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from dataservice.core.kernels import load_kernels
 from dataservice.core.orders import PackSample
 from dataservice.core.sample import ItemArray
 from dataservice.workers.byte_cache import ByteCache, KeptReads
@@ -47,6 +48,9 @@ class DecoderProgram:
 
     factory: PipelineFactory
 
+    def __reduce__(self) -> tuple[Callable[..., "DecoderProgram"], tuple[PipelineFactory]]:
+        return _in_nursery, (self.factory,)
+
     def __call__(self, orders: socket.socket) -> None:
         """Serve orders until the worker closes the socket."""
         hello, link = read_hello(orders)
@@ -69,6 +73,12 @@ class DecoderProgram:
             away = ReaderAway(link)
             factory = replace(self.factory, reader_for=lambda _: away)
             _Decoder(orders, factory, FilledMemory(), reads).serve()
+
+
+def _in_nursery(factory: PipelineFactory) -> DecoderProgram:
+    """The program as a nursery takes it up: kernels are loaded there, for all decoders at once."""
+    load_kernels()
+    return DecoderProgram(factory)
 
 
 def _cached(factory: PipelineFactory, cache: DecodedCache, memory: FilledMemory) -> PipelineFactory:

@@ -30,9 +30,7 @@ RUN /opt/dataservice/bin/pip install --no-deps --no-build-isolation .
 # --build-arg CPU_NAME=generic.
 ARG CPU_NAME=x86-64-v3
 ENV NUMBA_CPU_NAME=${CPU_NAME} NUMBA_CPU_FEATURES="" NUMBA_CACHE_DIR=/opt/kernels
-RUN /opt/dataservice/bin/python -c "import dataservice.decode.resample; \
-    from dataservice.planning.warm import warm_up; warm_up(); \
-    from dataservice.planning.layout.warm import warm_layouts; warm_layouts()"
+RUN /opt/dataservice/bin/python -m dataservice.warm
 
 # ---- run ----------------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE}

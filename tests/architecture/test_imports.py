@@ -71,7 +71,8 @@ def test_a_room_imports_only_the_rooms_it_may(room: str) -> None:
 def test_every_module_of_the_service_stands_under_a_rule() -> None:
     top = {p.name for p in (ROOT / "dataservice").iterdir() if (p / "__init__.py").exists()}
     assert top == set(ALLOWED) | {"cli"}
-    assert {p.name for p in (ROOT / "dataservice").glob("*.py")} == {"__init__.py", "app.py"}
+    loose = {p.name for p in (ROOT / "dataservice").glob("*.py")}
+    assert loose == {"__init__.py", "app.py", "warm.py"}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,7 @@ def test_every_module_of_the_service_stands_under_a_rule() -> None:
         ("jobs.layout_files", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("operate.config", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("operate.fleet", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "pyarrow", "ray"]),
+        ("core.kernels", ["numba"]),
         ("serving.server", ["av", "numba", "scipy", "PIL", "tokenizers", "pyarrow", "ray"]),
         ("jobs.sample_pipeline", ["grpc", "torch", "ray"]),
         ("app", ["torch", "ray", "numba", "scipy", "av", "PIL", "tokenizers", "matplotlib"]),
@@ -131,7 +133,9 @@ def test_core_needs_only_the_standard_library_and_numpy() -> None:
         f"{path.name} imports {module}"
         for path in files_of("core")
         for module in imports_of(path)
-        if room_of(module) is None and module.split(".")[0] not in CORE_ALLOWED
+        if room_of(module) is None
+        and module.split(".")[0] not in CORE_ALLOWED
+        and (path.name, module) != ("kernels.py", "numba")  # which it loads when one is called
     ]
     assert not strangers
 
