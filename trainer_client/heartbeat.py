@@ -1,6 +1,11 @@
-"""A thread that reports to the service, every few seconds, that this rank is alive and waits.
+"""Reports to the service, every few seconds, that this rank is alive and what it waits.
 
-    loop ─▶ DataWait (seconds waited, steps begun) ─▶ Heartbeat ─▶ Report
+    loop ─▶ DataWait (seconds waited, steps begun) ─▶ Heartbeat ─┬▶ along with a question for a step
+                                                                 └▶ Report, where none is asked
+
+Thousands of ranks ask for a step every few seconds anyway, and a call of its own costs the service
+as much as all else that it does for a rank. So a question takes the next report along once half of
+its time has passed, and a thread sends what is due and has found no question.
 
 A report is soon out of date, so one that fails is not repeated, and nothing here ever raises into
 training. The thread is a daemon, and ends with the run.
@@ -77,7 +82,8 @@ class DataWait:
 
 
 class Heartbeat:
-    """Sends a Report now and every `every_s` seconds until `stop` is set; none when it is 0."""
+    """Reports every `every_s` seconds until `stop` is set; never when it is 0. Only where the
+    service takes them `along` do questions."""
 
     def __init__(
         self,
@@ -86,16 +92,28 @@ class Heartbeat:
         waits: DataWait,
         *,
         every_s: float,
+        along: bool,
         stop: threading.Event,
     ) -> None:
         self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
         self._session = session
         self._waits = waits
         self._every_s = every_s
+        self._along = along and every_s > 0
         self._stop = stop
+        # From the first report on the rank's silence means something, so it is sent at once.
+        self._due_s = time.monotonic() + (every_s / 2 if along else 0.0)
         self._thread = threading.Thread(target=self._run, name="shard-heartbeat", daemon=True)
         if every_s > 0:
             self._thread.start()
+
+    def along(self) -> coordinator_pb2.ReportRequest | None:
+        """The report for a question to take along, if one is soon due."""
+        now_s = time.monotonic()
+        if not self._along or now_s < self._due_s - self._every_s / 2:
+            return None
+        self._due_s = now_s + self._every_s
+        return self._report()
 
     def close(self) -> None:
         """Nothing to wake: the thread waits for `stop`."""
@@ -106,23 +124,20 @@ class Heartbeat:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        # The first report is sent at once; from then on the rank's silence means something.
-        while True:
+        while not self._stop.wait(max(0.0, self._due_s - time.monotonic())):
+            if time.monotonic() < self._due_s:
+                continue  # one has gone along meanwhile
+            self._due_s = time.monotonic() + self._every_s
             lease = self._session.lease
             if lease is not None:
+                request = self._report()
+                request.session = lease.session
                 # gRPC raises ValueError on a closed channel.
                 with suppress(grpc.RpcError, ValueError):
-                    self._report(lease.session)
-            if self._stop.wait(self._every_s):
-                return
+                    self._stub.Report(request, timeout=CALL_S)
 
-    def _report(self, session: str) -> None:
+    def _report(self) -> coordinator_pb2.ReportRequest:
         now = self._waits.now()
-        request = coordinator_pb2.ReportRequest(
-            session=session,
-            step=now.step,
-            steps=now.steps,
-            waited_s=now.waited_s,
-            waiting_s=now.waiting_s,
+        return coordinator_pb2.ReportRequest(
+            step=now.step, steps=now.steps, waited_s=now.waited_s, waiting_s=now.waiting_s
         )
-        self._stub.Report(request, timeout=CALL_S)

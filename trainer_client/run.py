@@ -204,14 +204,15 @@ class Run:
             step = shard.step + 1  # steps before the shard's may have been skipped
             return self._copier.send(aligned(shard, options.rows_multiple))
 
-        self._prefetcher = Prefetcher(load, depth=options.prefetch_steps)
-        self._heartbeat = Heartbeat(
+        self._heartbeat = loader.heartbeat = Heartbeat(
             self._channel,
             self._session,
             self._waits,
             every_s=lease.report_every_s,
+            along=lease.reports_along,
             stop=self._stop,
         )
+        self._prefetcher = Prefetcher(load, depth=options.prefetch_steps)
 
     def _end(self) -> None:
         self._stop.set()

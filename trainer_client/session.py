@@ -65,7 +65,7 @@ class Claim:
 class Lease:
     """A claim that was granted. `generation` counts the streams that held it; `ticket_key` proves
     to workers that a ticket was given to this session; the rank reports to the service every
-    `report_every_s` seconds, or never if it is 0."""
+    `report_every_s` seconds, or never if it is 0; `reports_along` with a question for a step."""
 
     session: str
     attempt: int
@@ -73,6 +73,7 @@ class Lease:
     generation: int
     ticket_key: bytes = field(default=b"", repr=False)
     report_every_s: float = 0.0
+    reports_along: bool = False
 
 
 class Session:
@@ -238,6 +239,7 @@ class Session:
                 generation=self._last.generation + 1 if self._last else 1,
                 ticket_key=event.ticket_key,
                 report_every_s=event.report_every_s,
+                reports_along=event.reports_along,
             )
             self._changed.notify_all()
 

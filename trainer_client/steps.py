@@ -27,6 +27,7 @@ from trainer_client.errors import (
     WorkerUnreachable,
 )
 from trainer_client.fetch import Part, PartFetcher, PartId, Share, TicketFailure, shares_of
+from trainer_client.heartbeat import Heartbeat
 from trainer_client.parts import WantedParts
 from trainer_client.prefetch import Committer, Trained
 from trainer_client.session import Lease, Session
@@ -68,6 +69,7 @@ class StepLoader:
         self._stop = stop
         self._timeout_s = timeout_s
         self.committer: Committer | None = None
+        self.heartbeat: Heartbeat | None = None
 
     def load(self, step: int) -> Shard | None:
         """The shard of a step, or of the first step after it that is not skipped; None after the
@@ -145,6 +147,7 @@ class StepLoader:
                     )
                     for each in riding
                 ],
+                report=self.heartbeat.along() if self.heartbeat is not None else None,
             )
             return self._shards.ask(request), lease.ticket_key
 

@@ -1,7 +1,8 @@
 """Ranks without trainers: some thousands in a process, each with its session and its calls.
 
 Every step begins for all ranks at once, as training does: each asks for its shard along a call that
-stays open, and says in the same message that it has trained the step before. As many calls of a
+stays open, and says in the same message that it has trained the step before and how it fares, which
+trainers say of every second or third step at this pace. As many calls of a
 method that does nothing are what the machine, gRPC and this program take by themselves.
 """
 
@@ -104,6 +105,9 @@ class Player:
             received_step=self._step - 1,
             wanted=coordinator_pb2.WantedParts(tokens=True, media=True, labels=True),
             trained=[trained] if self._begun else (),
+            report=coordinator_pb2.ReportRequest(
+                step=self._step - 1, steps=self._step, waited_s=0.1 * self._step
+            ),
         )
         began_s = time.perf_counter()
         await self._shards.write(request)

@@ -332,6 +332,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         session = self._own_session(visit, request.session)
         for trained in request.trained:
             await self._commit(session, trained)
+        if request.HasField("report"):
+            await self._api.report(session, wire_health.report_from_proto(request.report))
         answer = await self._api.shard(
             session,
             request.step,
@@ -469,6 +471,7 @@ def _session_event(opened: SessionOpened) -> coordinator_pb2.SessionEvent:
         session=opened.session,
         start_step=opened.start.step,
         report_every_s=opened.report_every_s,
+        reports_along=True,
         ticket_key=opened.ticket_key,
     )
 

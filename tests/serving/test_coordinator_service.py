@@ -318,6 +318,19 @@ async def test_steps_that_were_trained_are_told_along_with_the_next_call(stub, a
     assert api.phases == [{"llm": 0.25}, {}]
 
 
+async def test_how_a_rank_fares_is_told_along_with_its_question(stub, api):
+    event = await stub.OpenSession(opening()).read()
+    assert event.reports_along
+    report = coordinator_pb2.ReportRequest(step=4, steps=2, waited_s=0.5, waiting_s=0.25)
+    question = coordinator_pb2.GetShardRequest(session="vlm/0", step=5, report=report)
+    await stub.GetShard(question)
+    assert api.reports == [("vlm/0", RankReport(step=4, steps=2, waited_s=0.5, waiting_s=0.25))]
+    question.report.waited_s = -1.0
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.GetShard(question)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_the_end_of_the_data_says_how_many_steps_there_were(stub):
     answer = await stub.GetShard(coordinator_pb2.GetShardRequest(session="vlm/0", step=10))
     assert answer.WhichOneof("result") == "end_of_data"

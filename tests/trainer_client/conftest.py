@@ -201,6 +201,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.phase_s: dict[int, dict[str, float]] = {}
         self.reports: list[coordinator_pb2.ReportRequest] = []
         self.report_every_s = 0.0  # none
+        self.reports_along = False  # as a service of before has it
+        self.commit_calls = 0
         self.metadata: list[dict[str, str]] = []
         self.faults: dict[str, list[Fault]] = defaultdict(list)
         self.planned = threading.Event()  # clear it and no step is planned
@@ -245,6 +247,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 session=claim.session,
                 start_step=start,
                 report_every_s=self.report_every_s,
+                reports_along=self.reports_along,
             )
             claim.ended.wait()
             if claim.fault:
@@ -305,6 +308,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def CommitStep(self, request, context):
         self._fault("CommitStep", context)
         self._session(request.session, context)
+        self.commit_calls += 1
         self._trained(request)
         return coordinator_pb2.CommitStepResponse()
 

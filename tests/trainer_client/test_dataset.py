@@ -17,6 +17,7 @@ from trainer_client import (
     RankOutOfRange,
     ShardDataset,
     StateMismatch,
+    run,
 )
 
 
@@ -149,6 +150,17 @@ def test_the_end_of_the_data_commits_the_last_step_and_yields_nothing_more(servi
     assert dataset.state_dict()["cursor"] == "cursor-4"
     assert list(dataset) == []
     assert len(service.coordinator.opens) == 1
+
+
+def test_questions_for_later_steps_take_commits_along(make_service, monkeypatch):
+    monkeypatch.setattr(run, "RIDE_S", 600.0)
+    service = make_service(steps=8)
+    with service.dataset(prefetch_steps=1) as dataset:
+        list(dataset)
+    along = [trained.step for ask in service.coordinator.asks for trained in ask.trained]
+    assert set(along) >= set(range(5)), "the last ones have no question behind them"
+    assert service.coordinator.commits == list(range(8))
+    assert service.coordinator.commit_calls == 8 - len(set(along))
 
 
 def test_commits_arrive_in_order_and_once_however_they_are_called(service):

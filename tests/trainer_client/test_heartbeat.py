@@ -61,6 +61,42 @@ def test_a_rank_reports_from_its_opening_until_it_is_closed(service):
     assert len(reports) <= count + 1, "it goes on after the dataset is closed"
 
 
+def test_questions_take_reports_along_and_no_call_is_made(make_service):
+    service = make_service(steps=6)
+    service.coordinator.report_every_s, service.coordinator.reports_along = 600.0, True
+    with service.dataset() as dataset:
+        list(dataset)
+    told = [ask.HasField("report") for ask in service.coordinator.asks]
+    assert told == [True, *[False] * 6], "the next is due in minutes"
+    assert service.coordinator.asks[0].report.step == -1
+    assert service.coordinator.reports == []
+
+
+def test_a_question_takes_along_what_is_due_when_it_is_asked(make_service):
+    service = make_service(steps=6)
+    service.coordinator.report_every_s, service.coordinator.reports_along = 1e-9, True
+    service.fail("GetShard", "UNAVAILABLE", "busy")
+    with service.dataset() as dataset:
+        list(dataset)
+    reports = [ask.report for ask in service.coordinator.asks if ask.HasField("report")]
+    assert len(reports) == len(service.coordinator.asks) > 7
+    assert [each.steps for each in reports] == sorted(each.steps for each in reports)
+    assert reports[-1].steps > 0
+
+
+def test_a_rank_whose_questions_stay_away_reports_by_calls(service):
+    service.coordinator.report_every_s, service.coordinator.reports_along = 0.05, True
+    with service.dataset(prefetch_steps=1) as dataset:
+        steps = iter(dataset)
+        next(steps)
+        service.coordinator.planned.clear()
+        told = len(service.coordinator.reports)
+        wait_for(lambda: len(service.coordinator.reports) > told + 1)
+        assert service.coordinator.reports[-1].session == "session-1"
+        service.coordinator.planned.set()
+        list(steps)
+
+
 def test_reports_that_fail_are_forgotten(service):
     service.coordinator.report_every_s = 0.02
     for _ in range(3):

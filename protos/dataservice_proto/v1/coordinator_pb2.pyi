@@ -1179,6 +1179,7 @@ class SessionEvent(_message.Message):
     START_STEP_FIELD_NUMBER: _builtins.int
     REPORT_EVERY_S_FIELD_NUMBER: _builtins.int
     TICKET_KEY_FIELD_NUMBER: _builtins.int
+    REPORTS_ALONG_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     session: _builtins.str
     """names this claim in GetShard and CommitStep"""
@@ -1187,6 +1188,8 @@ class SessionEvent(_message.Message):
     """0: do not"""
     ticket_key: _builtins.bytes
     """proves to workers that a ticket was given to this session"""
+    reports_along: _builtins.bool
+    """a report may come with a GetShardRequest"""
     def __init__(
         self,
         *,
@@ -1195,10 +1198,11 @@ class SessionEvent(_message.Message):
         start_step: _builtins.int = ...,
         report_every_s: _builtins.float = ...,
         ticket_key: _builtins.bytes = ...,
+        reports_along: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "report_every_s", b"report_every_s", "session", b"session", "start_step", b"start_step", "ticket_key", b"ticket_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "report_every_s", b"report_every_s", "reports_along", b"reports_along", "session", b"session", "start_step", b"start_step", "ticket_key", b"ticket_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1215,6 +1219,7 @@ class GetShardRequest(_message.Message):
     WANTED_FIELD_NUMBER: _builtins.int
     SLOW_WORKERS_FIELD_NUMBER: _builtins.int
     TRAINED_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     received_step: _builtins.int
@@ -1235,6 +1240,10 @@ class GetShardRequest(_message.Message):
     def trained(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainedStep]:
         """steps trained by now and not told yet, in their order"""
 
+    @_builtins.property
+    def report(self) -> Global___ReportRequest:
+        """of this session, which it need not name"""
+
     def __init__(
         self,
         *,
@@ -1245,10 +1254,11 @@ class GetShardRequest(_message.Message):
         wanted: Global___WantedParts | None = ...,
         slow_workers: _abc.Iterable[_builtins.str] | None = ...,
         trained: _abc.Iterable[Global___TrainedStep] | None = ...,
+        report: Global___ReportRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_workers", b"failed_workers", "received_step", b"received_step", "session", b"session", "slow_workers", b"slow_workers", "step", b"step", "trained", b"trained", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_workers", b"failed_workers", "received_step", b"received_step", "report", b"report", "session", b"session", "slow_workers", b"slow_workers", "step", b"step", "trained", b"trained", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
