@@ -5,6 +5,8 @@ long as its client's stream. How attempts begin, end and come back is in `attemp
 be asked of jobs in `jobs.py`.
 """
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,6 +70,8 @@ from dataservice.engine.worker_admin import WorkerAdmin
 
 log = logging.getLogger(__name__)
 
+# Jobs that ran are opened again, with no rank waiting, by then at the latest.
+RESTORED_WITHIN_S = 20.0
 FETCHING_THREADS = 4  # of which each waits for a process that reads an index
 
 
@@ -179,7 +183,13 @@ class Coordinator:
     async def start(self) -> None:
         """Know every stored job, and begin to restore the attempts that were running."""
         await self._dispatcher.start()
-        await self._table.start()
+        await self._table.start(self._soon_staffed)
+
+    async def _soon_staffed(self) -> None:
+        """Wait until a worker is there, or has been long in coming: what starts workers needs the
+        processors first, as ranks wait for it, and the jobs are opened for nobody."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._dispatcher.until_a_worker_is_there(), RESTORED_WITHIN_S)
 
     async def restored(self) -> None:
         """Wait until every job that ran is open again, or known to be closed for now."""

@@ -142,7 +142,7 @@ class Dispatcher:
         """Choose a worker for each pack ordered, by these `wishes` and by load, and start decoding.
         Waits for as long as no worker is there. `reachability` is what the ranks found out at
         earlier steps; `delivered` takes what workers tell, of this order alone by default."""
-        await self._until_a_worker_is_there()
+        await self.until_a_worker_is_there()
         await self._until_workers_were_asked()
         ordered = PackOrders.of(orders)
         placements = Placements(decode_work(plan)[ordered.pack])
@@ -223,7 +223,8 @@ class Dispatcher:
 
     # ---- choosing workers -----------------------------------------------------------------
 
-    async def _until_a_worker_is_there(self) -> None:
+    async def until_a_worker_is_there(self) -> None:
+        """Wait for one that takes orders."""
         loop = asyncio.get_running_loop()
         told_s = loop.time()
         self._see_workers()

@@ -113,9 +113,10 @@ class JobTable:
             read_cost=cost_model,
         )
 
-    async def start(self) -> None:
-        """Know every stored job, and begin to open those that ran. A team's slow files delay its
-        own jobs, and no other team's; a job that a rank asks for comes before those that wait."""
+    async def start(self, quiet: Callable[[], Awaitable[None]]) -> None:
+        """Know every stored job, and begin to open those that ran, once it is `quiet`. A team's
+        slow files delay its own jobs, and no other team's; a job that a rank asks for comes before
+        those that wait."""
         ran: dict[str, list[RunningJob]] = defaultdict(list)
         for record in await in_store(self._store.jobs):
             job = self.running[record.name] = RunningJob(record=record)
@@ -123,7 +124,9 @@ class JobTable:
                 ran[team_of(record.name)].append(job)
         for team, jobs in ran.items():
             left, most = iter(jobs), self._openings.most_of(team)
-            self._restoring += [asyncio.create_task(self._restore_each(left)) for _ in range(most)]
+            self._restoring += [
+                asyncio.create_task(self._restore_each(left, quiet)) for _ in range(most)
+            ]
 
     async def restored(self) -> None:
         """Wait until every job that ran is open, or known to be closed for now."""
@@ -134,8 +137,11 @@ class JobTable:
         self._openings.close()
         await cancel_all(*self._restoring)
 
-    async def _restore_each(self, left: Iterator[RunningJob]) -> None:
+    async def _restore_each(
+        self, left: Iterator[RunningJob], quiet: Callable[[], Awaitable[None]]
+    ) -> None:
         """Restore jobs of a team as long as some are `left`."""
+        await quiet()
         for job in left:
             async with self._openings.gap(job.record.name):
                 await self._restored(job)

@@ -10,6 +10,7 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import SpecError
 from dataservice.core.job import AttemptRecord, JobRecord
 from dataservice.core.job_setup import JobSetup
+from dataservice.engine import coordinator as coordinator_module
 from dataservice.engine.opening import MOST_WAITING
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.sessions import open_all
@@ -57,6 +58,37 @@ async def test_a_job_that_a_rank_asks_for_does_not_wait_behind_the_others():
     assert wanted in opened[: 2 * AT_ONCE], "before those of its team that nobody asks for"
     await coordinator.restored()
     assert sorted(opened) == [record.name for record in store.jobs()]
+    await coordinator.stop()
+
+
+async def test_while_workers_are_yet_to_come_only_what_ranks_ask_for_is_opened():
+    """What starts workers needs the processors that opening a hundred jobs takes."""
+    setup, opened = make_setup(samples=40), []
+
+    def open_job(record: JobRecord) -> JobSetup:
+        opened.append(record.name)
+        return replace(setup, record=record)
+
+    store, books = that_ran(teams=2, jobs=5), Books(alive=[])
+    coordinator = make_coordinator(store, books, open_job=open_job)
+    await coordinator.start()
+    await open_all(coordinator, job="team-1/job-003")
+    await asyncio.sleep(0.5)
+    assert opened == ["team-1/job-003"]
+    books.alive.append("w0")
+    await coordinator.restored()
+    assert sorted(opened) == [record.name for record in store.jobs()]
+    await coordinator.stop()
+
+
+async def test_jobs_are_restored_also_where_no_worker_comes(monkeypatch):
+    monkeypatch.setattr(coordinator_module, "RESTORED_WITHIN_S", 0.05)
+    setup, store = make_setup(samples=40), that_ran(teams=1, jobs=3)
+    coordinator = make_coordinator(
+        store, Books(alive=[]), open_job=lambda record: replace(setup, record=record)
+    )
+    await coordinator.start()
+    await asyncio.wait_for(coordinator.restored(), LIMIT_S)
     await coordinator.stop()
 
 
