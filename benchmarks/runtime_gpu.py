@@ -18,6 +18,7 @@ exact ones, and times and bytes have none.
 | cost model | error on packed lengths held out, decoder and vision encoder | < 5 % (DHP: < 8 %) |
 | packing | padded over packed seconds of the same vlm-sft samples | > 1 |
 | ring | one fused call's seconds over all chunks' of a ring, same work | ≥ 0.9 |
+| overlap | share of a ring's hops, by way of host memory, that its kernels hide | ≥ 0.9 |
 | copies | seconds that copies of 1 GiB to the device add to a step | < 1 % |
 | overhead | seconds of `run_step` over a bare loop's | < 3 % |
 | drains | times that the host waits for the device in a step | ≤ 2 |
@@ -108,6 +109,7 @@ def speed(size: Size, device: torch.device, measurements: Path | None) -> Iterat
     }
     for name, row in one.items():
         yield from shown(name, partial(_alone, row))
+    yield from shown("overlap", lambda: runtime_speed.overlap_rows(size, device, dtype))
     yield from shown("ring", lambda: runtime_speed.ring_rows(size, device, dtype))
     yield from shown("cost model", lambda: costs(model, size, device, measurements))
 

@@ -53,7 +53,7 @@ TINY = Size(
     width=32, heads=2, kv_heads=1, layers=1, vocabulary=256, vision_width=32, vision_heads=2,
     vision_layers=1, lengths=(16, 32, 48, 64, 96, 128), patches=(8, 16, 32, 48, 64, 96),
     ring_tokens=(96,), memory_tokens=2048, samples=8, tiles=2, tile_px=(56, 56),
-    step_tokens=96, step_bytes=2**16, turns=2, loss_shape=(64, 256), parity_dims=(8,),
+    step_tokens=96, step_bytes=2**16, turns=2, parity_dims=(8,),
     parity_degrees=(2, 3, 8), parity_lengths=(1, 1, 40, 7, 1), parity_tokens=96,
 )  # fmt: skip
 
