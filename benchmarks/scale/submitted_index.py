@@ -25,6 +25,7 @@ from benchmarks.harness import Row
 from benchmarks.report import print_rows
 from benchmarks.scale.made_job import made_catalog
 from dataservice.core.job_setup import JobSetup
+from dataservice.core.kernels import load_kernels
 from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
 from dataservice.core.sample import IntArray
 from dataservice.jobs.job_file import read_job
@@ -217,6 +218,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, help="where the index and the cache may lie")
     parser.add_argument("--first-only", action="store_true", help="do not wait for all of it")
     options = parser.parse_args(arguments)
+    load_kernels()  # as a service does before it opens a job
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = measured(
             options.millions * 1_000_000,

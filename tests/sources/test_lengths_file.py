@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from random import Random
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.scale.made_job import write_lengths
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ItemLengths, LengthTable, Modality, SampleLengths
+from dataservice.sources import lengths_file
 from dataservice.sources.length_records import LengthRecords
 from dataservice.sources.lengths_file import COLUMNS, LengthsFile, MappedLengths
 
@@ -65,6 +67,19 @@ def test_any_samples_of_any_blocks_are_drawn_as_they_were_written(drawn, rng):
     assert np.array_equal(lengths.llm_tokens, whole.llm_tokens)
     for block in range(lengths.blocks):
         lengths.records(block).require_sound(LIMITS)
+
+
+def test_what_waits_for_the_disk_is_drawn_by_threads_and_is_the_same(monkeypatch):
+    lengths = mapped(written([LengthTable.of([sample(8 + k, k % 3) for k in range(500)])]))
+    rows = np.random.default_rng(0).integers(0, 500, 2000)
+    expected, began = lengths.take(rows), []
+    monkeypatch.setattr(lengths_file, "COLD_FAULTS", -1)  # as if each row had waited
+    monkeypatch.setattr(Thread, "start", lambda one, start=Thread.start: began.append(start(one)))
+    assert same(lengths.take(rows), expected)
+    assert 1 <= len(began) <= lengths_file.READERS
+    rows[1500] = 500
+    with pytest.raises(IndexError):
+        lengths.take(rows)
 
 
 def test_what_is_drawn_has_the_types_that_planning_reads():
