@@ -101,7 +101,8 @@ class Heartbeat:
         self._every_s = every_s
         self._along = along and every_s > 0
         self._stop = stop
-        # From the first report on the rank's silence means something, so it is sent at once.
+        # From the first report on the rank's silence means something: it is sent at once, or goes
+        # along with the first question.
         self._due_s = time.monotonic() + (every_s / 2 if along else 0.0)
         self._thread = threading.Thread(target=self._run, name="shard-heartbeat", daemon=True)
         if every_s > 0:
