@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -43,7 +43,6 @@ OVERLAP_DEGREE = 4
 HEAD_WIDTH = 3584  # of a model of 7B
 BYTES_WITHOUT_LOGITS = 2  # gradients of hidden states and head, and a chunk of logits
 BYTES_PER_LOGIT = 14.5  # 2 in bf16; in fp32 4, 4 of their softmax, and 4 of the gradient
-
 
 _Make = Callable[..., Tensor]  # a tensor of a shape, on the device
 
@@ -179,14 +178,18 @@ class Loopback:
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
         **_: object,
-    ) -> "Loopback | Hop":
+    ) -> "Hop":
         """Copy on the device, where a link would bring it."""
         for (sent, _to), (arriving, _from) in zip(sends, receives, strict=True):
             arriving.copy_(sent)
-        return self
+        return Hop(lambda: None)  # the copies are in the stream's order
 
-    def wait(self) -> None:
-        """The copies are in the stream's order."""
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What is under way, and waited for by a call."""
+
+    wait: Callable[[], object]
 
 
 class Link(Loopback):
@@ -196,10 +199,10 @@ class Link(Loopback):
     def __init__(self, size: int, index: int, device: torch.device, *, beside: bool) -> None:
         super().__init__(size, index)
         self._device, self._beside = device, beside
-        self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(1)
+        else:
+            self._thread = ThreadPoolExecutor(1)
 
     def post(
         self,
@@ -209,19 +212,17 @@ class Link(Loopback):
     ) -> "Hop":
         """Have what is sent arrive."""
         pairs = [(sent, there) for (sent, _), (there, _) in zip(sends, receives, strict=True)]
-        if self._stream is None:
-            hop = Hop(self._thread.submit(_come, pairs).result)
+        if self._device.type == "cuda":
+            hop = Hop(self._on_stream(pairs))
         else:
-            hop = Hop(self._on_stream(self._stream, pairs))
+            hop = Hop(self._thread.submit(_come, pairs).result)
         if not self._beside:
             hop.wait()
         return hop
 
-    def _on_stream(
-        self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Callable[[], object]:
-        computing = torch.cuda.current_stream(self._device)
-        stream.wait_stream(computing)
+    def _on_stream(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for sent, there in pairs:
                 between = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
@@ -230,13 +231,6 @@ class Link(Loopback):
                     tensor.record_stream(stream)
         come = stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(come)
-
-
-class Hop:
-    """What is waited for by a call."""
-
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self.wait = wait
 
 
 def _come(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -508,9 +502,10 @@ def _bytes_row(what: str, used_bytes: int, logits: int, *, bar: float) -> Row:
 
 
 def _peak_bytes(
-    take_loss: Callable[["_Make"], Tensor], device: torch.device, dtype: torch.dtype
+    take_loss: Callable[[_Make], Tensor], device: torch.device, dtype: torch.dtype
 ) -> int:
-    """What the loss and its backward pass hold at most of what `take_loss` makes, and make."""
+    """What is held at most while `take_loss` makes what it needs and takes a loss, and in the
+    loss's backward pass."""
     if device.type == "cuda":
         drain(device)
         torch.cuda.reset_peak_memory_stats(device)

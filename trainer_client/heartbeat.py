@@ -82,8 +82,8 @@ class DataWait:
 
 
 class Heartbeat:
-    """Reports every `every_s` seconds until `stop` is set; never when it is 0. Only where the
-    service takes them `along` do questions."""
+    """Reports every `every_s` seconds until `stop` is set, never when it is 0; along with questions
+    where the service reads reports there."""
 
     def __init__(
         self,
@@ -92,18 +92,18 @@ class Heartbeat:
         waits: DataWait,
         *,
         every_s: float,
-        along: bool,
+        with_questions: bool,
         stop: threading.Event,
     ) -> None:
         self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
         self._session = session
         self._waits = waits
         self._every_s = every_s
-        self._along = along and every_s > 0
+        self._with_questions = with_questions and every_s > 0
         self._stop = stop
         # From the first report on the rank's silence means something: it is sent at once, or goes
         # along with the first question.
-        self._due_s = time.monotonic() + (every_s / 2 if along else 0.0)
+        self._due_s = time.monotonic() + (every_s / 2 if with_questions else 0.0)
         self._thread = threading.Thread(target=self._run, name="shard-heartbeat", daemon=True)
         if every_s > 0:
             self._thread.start()
@@ -111,7 +111,7 @@ class Heartbeat:
     def along(self) -> coordinator_pb2.ReportRequest | None:
         """The report for a question to take along, if one is soon due."""
         now_s = time.monotonic()
-        if not self._along or now_s < self._due_s - self._every_s / 2:
+        if not self._with_questions or now_s < self._due_s - self._every_s / 2:
             return None
         self._due_s = now_s + self._every_s
         return self._report()

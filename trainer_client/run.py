@@ -209,7 +209,7 @@ class Run:
             self._session,
             self._waits,
             every_s=lease.report_every_s,
-            along=lease.reports_along,
+            with_questions=lease.reports_along,
             stop=self._stop,
         )
         self._prefetcher = Prefetcher(load, depth=options.prefetch_steps)

@@ -2,8 +2,8 @@
 
 Every step begins for all ranks at once, as training does: each asks for its shard along a call that
 stays open, and says in the same message that it has trained the step before and how it fares, which
-trainers say of every second or third step at this pace. As many calls of a
-method that does nothing are what the machine, gRPC and this program take by themselves.
+trainers say of every second or third step at this pace. As many calls of a method that does nothing
+are what the machine, gRPC and this program take by themselves.
 """
 
 import asyncio

@@ -211,7 +211,7 @@ def _write(wave: NDArray[Any], room: NDArray[np.float32]) -> None:
         _round(wave, room)
 
 
-@kernel((read_only(types.float32, 1), types.float32[::1]))
+@kernel((read_only(types.float32), types.float32[::1]))
 def _round(wave: NDArray[np.float32], room: NDArray[np.float32]) -> None:
     """The same of sound in [-1, 1): as FFmpeg rounds it, in a tenth of the time. What is no number
     becomes the smallest."""
