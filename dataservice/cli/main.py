@@ -1,9 +1,7 @@
 """The command `dataservice`: index, preview, serve, job, workers, layout, calibrate, explain and
 status."""
 
-import gc
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -560,32 +558,12 @@ def _read_job_file(path: Path) -> "JobFile":
 def main() -> None:
     """Run the command. Deliberate errors are printed without a traceback and exit 1."""
     try:
-        _run()
-    except SystemExit as end:
-        if sys.argv[1:2] in (["index"], ["preview"]):
-            _end_at_once(end)
-        raise
-
-
-def _run() -> None:
-    try:
         app()
     except ServiceError as error:
         Terminal(stderr=True).print(
             f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
         )
         sys.exit(1)
-
-
-def _end_at_once(end: SystemExit) -> None:
-    """End without the destructors of libraries: once in some hundred runs a thread of one was still
-    there, and what was whole ended with `terminate called` and status 134."""
-    # What an interrupted run shared with its processes would be called leaked.
-    end.__context__ = end.__traceback__ = None
-    gc.collect()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 if __name__ == "__main__":

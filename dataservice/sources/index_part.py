@@ -225,7 +225,7 @@ def join_parts(stream: IO[bytes], pieces: Iterable[tuple[IO[bytes], PartRecord]]
         for source, record in pieces:
             with source, pq.ParquetFile(source) as part:
                 for group in range(part.num_row_groups):
-                    writer.write(part.read_row_group(group))
+                    writer.write(part.read_row_group(group, use_threads=False))
             media, long = media + record.media, long + record.long
             skipped += [_shortened(each, len(skipped) + n) for n, each in enumerate(record.skipped)]
         return writer.finish(

@@ -1,4 +1,8 @@
-"""Reads a part of an index: it is a user's file, so it is checked before it is used."""
+"""Reads a part of an index: it is a user's file, so it is checked before it is used.
+
+Arrow reads without threads of its own: one that still holds a Python file when the process ends
+would end it with status 134.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,7 +63,7 @@ def read_part(
         part = pq.ParquetFile(stream)
         require_schema(part.schema_arrow)
         for group in range(part.num_row_groups):
-            whole = part.read_row_group(group, columns=[*_COLUMNS, PACKED])
+            whole = part.read_row_group(group, columns=[*_COLUMNS, PACKED], use_threads=False)
             table = _filled(whole.select(name for name in whole.schema.names if name != PACKED))
             lengths = lengths_of(table)
             require_sound(table, lengths, limits)
@@ -162,10 +166,10 @@ def packed_cells(folder: IndexFolder, record: PartRecord) -> Iterator[tuple[int,
         for group in range(part.num_row_groups):
             rows, cell = part.metadata.row_group(group).num_rows, b""
             if PACKED in part.schema_arrow.names and rows:
-                cells: Any = part.read_row_group(group, columns=[PACKED])[PACKED]
+                cells: Any = part.read_row_group(group, columns=[PACKED], use_threads=False)[PACKED]
                 cell = cells[0].as_py() or b""
             if rows and not is_known(cell):  # another release has written it
-                table = part.read_row_group(group, columns=_LENGTHS_ALONE)
+                table = part.read_row_group(group, columns=_LENGTHS_ALONE, use_threads=False)
                 cell = pack_lengths(lengths_of(table))
             if rows:
                 yield rows, cell
@@ -236,7 +240,8 @@ def read_tokens(folder: IndexFolder, record: PartRecord) -> Iterator[NDArray[np.
     with _in_words(folder, name), folder.open(name) as stream:
         part = pq.ParquetFile(stream)
         for group in range(part.num_row_groups):
-            yield part.read_row_group(group, columns=["llm_tokens"])["llm_tokens"].to_numpy()
+            table = part.read_row_group(group, columns=["llm_tokens"], use_threads=False)
+            yield table["llm_tokens"].to_numpy()
 
 
 @contextmanager

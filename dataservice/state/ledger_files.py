@@ -114,7 +114,7 @@ class LedgerFiles:
         if place not in self._groups:
             with pq.ParquetFile(self._path(name)) as file:
                 job = (file.schema_arrow.metadata or {}).get(_JOB, b"").decode()
-                self._groups[place] = (job, file.read_row_group(group))
+                self._groups[place] = (job, file.read_row_group(group, use_threads=False))
             if len(self._groups) > _KEPT_GROUPS:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(place)

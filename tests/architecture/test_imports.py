@@ -169,3 +169,27 @@ def test_the_engine_takes_no_thread_from_a_pool_that_all_purposes_share() -> Non
         if isinstance(node, ast.Attribute) and node.attr in ("to_thread", "set_default_executor")
     ]
     assert not sharing
+
+
+def test_what_reads_parquet_starts_no_thread_of_arrow() -> None:
+    """One that still holds a Python file when a process ends takes the process with it: `terminate
+    called`, status 134, in one run of fifty beside others."""
+    reads = {"read_row_group", "read_row_groups", "iter_batches", "read_table"}
+    calls = [
+        (path.relative_to(ROOT), node)
+        for path in (ROOT / "dataservice").rglob("*.py")
+        if "pyarrow.parquet" in set(imports_of(path))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in reads
+    ]
+    assert len(calls) > 8
+    assert not [
+        f"{path}:{call.lineno}"
+        for path, call in calls
+        if not any(
+            each.arg == "use_threads" and ast.unparse(each.value) == "False"
+            for each in call.keywords
+        )
+    ]

@@ -18,7 +18,7 @@ import pytest
 import typer
 import yaml
 
-from dataservice.cli.main import app, main
+from dataservice.cli.main import app
 from dataservice.cli.records import DIFFERS
 from dataservice.cli.status import STALLED
 from tests.cli.support import CommandLine, says
@@ -418,24 +418,6 @@ def test_commands_that_only_ask_the_service_load_neither_planner_nor_codecs_nor_
     code = f"import sys, dataservice.cli.main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("command", ["index", "preview"])
-@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["nowhere.yaml"], 1), ([], 2)])
-def test_what_reads_sources_ends_before_the_destructors_of_libraries_run(
-    monkeypatch, command, arguments, code
-):
-    class EndedError(Exception):
-        pass
-
-    def ended(status):
-        raise EndedError(status)
-
-    monkeypatch.setattr("os._exit", ended)
-    monkeypatch.setattr(sys, "argv", ["dataservice", command, *arguments])
-    with pytest.raises(EndedError) as met:
-        main()
-    assert met.value.args == (code,)
 
 
 @pytest.mark.long
