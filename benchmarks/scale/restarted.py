@@ -1,6 +1,7 @@
 """What a service over many jobs takes to serve again: `python -m benchmarks.scale.restarted`.
 
-A real service, its workers in `--pool`, has so many jobs of one team over one index of short texts.
+A real service, its workers in `--pool`, has so many jobs of one team over one index of short texts,
+`--millions` of them or a thousand; what a million take is some 250 bytes of `--folder` each.
 Each has had an attempt, and the ledger has so many of its steps: by default those of a day, of 12 s
 each. The service is stopped and started; as soon as it serves, a rank of the job that would be
 opened last asks for its step. Wall seconds, from the start of the process.
@@ -23,54 +24,65 @@ from rich.console import Console
 
 from benchmarks.harness import Row
 from benchmarks.report import print_rows
-from benchmarks.scale.submitted_index import opened
+from benchmarks.scale.submitted_index import FIRST, link_files, opened
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import AttemptRecord, LedgerEntry
 from dataservice.engine.planner import pass_over
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.setup import index_job
 from dataservice.serving.coordinator_client import CoordinatorClient
-from dataservice.sources.index_cache import IndexCache
+from dataservice.sources.index_cache import LENGTHS, IndexCache
+from dataservice.sources.index_folder import MANIFEST
+from dataservice.sources.manifest import Manifest
 from dataservice.state.directory import FILE
 from dataservice.state.sqlite import SqliteStateStore
 from demo.tokenizer import train_tokenizer
 from soak.service import ServiceProcess
 from trainer_client import ShardDataset
 
+SOURCE, CACHE = "texts", "cache"
+KEPT_WITHIN_S = 900.0
 TEXTS = 1000
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "today")
 TURNS = 3
 STEP_S = 12.0
 
 
-def made_job(home: Path) -> dict[str, Any]:
-    """A job file without a name, over an index of short texts."""
+def made_job(home: Path, texts: int, files: int) -> dict[str, Any]:
+    """A job file without a name, over an index of so many files, each of so many short texts."""
     rng = Random(1)
-    with (home / "texts.jsonl").open("w") as lines:
-        for number in range(TEXTS):
+    (home / "data").mkdir()
+    with (home / "data" / FIRST).open("w") as lines:
+        for number in range(texts):
             text = " ".join(rng.choices(WORDS, k=rng.randint(4, 12)))
             lines.write(json.dumps({"id": str(number), "text": text}) + "\n")
     train_tokenizer(home, home / "tokenizer")
     plain = {
         "job": "any",
         "epochs": 1000,
-        "sources": [{"name": "texts", "format": "jsonl", "url": "texts.jsonl"}],
+        "sources": [{"name": SOURCE, "format": "jsonl", "url": "data/*.jsonl"}],
         "index": "index",
         "pipeline": {"tokenizer": "tokenizer"},
         "batch": {"samples": 64},
         "plan": {"memory_tokens": 4096},
     }
     index_job(read_job(yaml.safe_dump(plain), home).jobs[0], custom_processors={})
+    manifest = Manifest.from_json((home / "index" / SOURCE / MANIFEST).read_bytes(), "the manifest")
+    link_files(home, SOURCE, manifest, files)
     return plain
 
 
-def register(service: ServiceProcess, home: Path, jobs: int, steps: int) -> str:
-    """Have the service know so many jobs that have had an attempt of so many steps. Returns the
-    last one's name."""
-    plain, client = made_job(home), CoordinatorClient(service.address)
+def register(
+    service: ServiceProcess, home: Path, plain: dict[str, Any], jobs: int, steps: int
+) -> str:
+    """Have the service know so many jobs of this kind that have had an attempt of so many steps.
+    Returns the last one's name."""
+    client = CoordinatorClient(service.address)
     names = [f"job-{number:04d}" for number in range(jobs)]
     for name in names:
         client.submit(yaml.safe_dump({**plain, "job": name}), str(home))
+        if name == names[0]:
+            wait_until_kept(home / CACHE)  # or each job would read the index
     service.stop()
     store = SqliteStateStore(service.state_dir)
     for name in names:
@@ -90,10 +102,19 @@ def register(service: ServiceProcess, home: Path, jobs: int, steps: int) -> str:
     return names[-1]
 
 
+def wait_until_kept(cache: Path) -> None:
+    """Wait until the service has read the index, and keeps its lengths."""
+    until_s = time.monotonic() + KEPT_WITHIN_S
+    while not any(cache.rglob(f"*{LENGTHS}")):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"no index was kept within {KEPT_WITHIN_S:.0f} s")
+        time.sleep(0.1)
+
+
 def trained(job: Path, steps: int) -> list[LedgerEntry]:
     """The entries of so many steps of a job, all trained, the last one now."""
     entries, now_s = [], time.time()
-    with closing(opened(job, IndexCache(job.parent / "cache", 2**30))) as openings:
+    with closing(opened(job, IndexCache(job.parent / CACHE, 2**40))) as openings:
         _, setup = next(openings)
         cursor = Cursor()
         for step in range(steps):
@@ -138,14 +159,19 @@ def restarted(service: ServiceProcess, job: str) -> tuple[float, float]:
     return serving_s, served_s
 
 
-def measured(jobs: int, steps: int, pool: str, folder: Path) -> list[Row]:
-    """The figures of so many jobs, each of so many steps."""
+def measured(
+    jobs: int, steps: int, pool: str, folder: Path, *, texts: int = TEXTS, files: int = 1
+) -> list[Row]:
+    """The figures of so many jobs, each of so many steps, over so many files of texts."""
     home = folder / "service"
     home.mkdir()
-    service = ServiceProcess(home=home, pool=pool)
+    plain = made_job(folder, texts, files)
+    config = folder / "service.yaml"
+    config.write_text(yaml.safe_dump({"index_cache": str(folder / CACHE)}))
+    service = ServiceProcess(home=home, pool=pool, flags=("--config", str(config)))
     try:
         service.start()  # which compiles the planner where that was not done
-        last = register(service, folder, jobs, steps)
+        last = register(service, folder, plain, jobs, steps)
         turns = [restarted(service, last) for _ in range(TURNS)]
     finally:
         service.end()
@@ -153,8 +179,8 @@ def measured(jobs: int, steps: int, pool: str, folder: Path) -> list[Row]:
     return [
         Row(
             group="restart",
-            what=f"first shard of a rank, restarted with {jobs} jobs of {steps:,} steps, "
-            f"pool {pool}",
+            what=f"first shard of a rank, restarted with {jobs} jobs of {steps:,} steps and "
+            f"{texts * files:,} samples, pool {pool}",
             figure=served_s[0],
             unit="s",
             limit=10,
@@ -170,9 +196,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--pool", choices=("local", "ray"), default="local")
     parser.add_argument("--steps", type=int, default=int(24 * 3600 / STEP_S), help="of each job")
+    parser.add_argument("--millions", type=int, default=0, help="of samples, a file each")
+    parser.add_argument("--folder", type=Path, help="where the data and the service's state lie")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measured(options.jobs, options.steps, options.pool, Path(folder))
+    texts = (1_000_000, options.millions) if options.millions else (TEXTS, 1)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = measured(
+            options.jobs,
+            options.steps,
+            options.pool,
+            Path(folder),
+            texts=texts[0],
+            files=texts[1],
+        )
     print_rows(Console(), "A service that was started again", rows)
     for row in rows:
         print(row.explanation)

@@ -41,6 +41,7 @@ from dataservice.sources.rows_digest import LOSS_WEIGHT
 from demo.tokenizer import train_tokenizer
 
 SOURCE = "pictures"
+FIRST = f"{0:06d}.jsonl"
 LINE = '{"text": "a fox"}\n'
 TAKEN_UP = 5  # turns of what the cache found
 
@@ -74,8 +75,7 @@ def made_rows(rows: int) -> pa.Table:
 def made_home(home: Path, parts: int, rows_a_part: int) -> Path:
     """A job file over an index of so many parts."""
     (home / "data").mkdir()
-    for number in range(parts):
-        (home / "data" / f"{number:06d}.jsonl").write_text(LINE)
+    (home / "data" / FIRST).write_text(LINE)
     train_tokenizer(home, home / "tokenizer")
     job = home / "job.yaml"
     plain = {
@@ -98,17 +98,24 @@ def made_home(home: Path, parts: int, rows_a_part: int) -> Path:
         made = writer.finish(
             recipe=of.recipe, file=of.file, media=of.media, skipped=of.skipped, long=of.long
         )
-    for part in manifest.parts:
-        (folder / part_name(part.file.name)).unlink()
-        os.link(home / "part", folder / part_name(part.file.name))
-    parts_of = tuple(
-        replace(part, rows=made.rows, identity=made.identity, places=made.places)
-        for part in manifest.parts
-    )
-    manifest = replace(manifest, parts=parts_of)
-    write_length_cells(IndexFolder(str(home / "index"), SOURCE), manifest)
-    (folder / MANIFEST).write_text(manifest.to_json())
+    (home / "part").rename(folder / part_name(of.file.name))
+    of = replace(of, rows=made.rows, identity=made.identity, places=made.places)
+    link_files(home, SOURCE, replace(manifest, parts=(of,)), parts)
     return job
+
+
+def link_files(home: Path, source: str, manifest: Manifest, files: int) -> None:
+    """Make a source of so many files of one, FIRST in `data`: the others are links to it, and their
+    parts to its part."""
+    folder, (of,) = home / "index" / source, manifest.parts
+    names = [FIRST, *(f"{number:06d}.jsonl" for number in range(1, files))]
+    parts = [replace(of, file=replace(of.file, name=name)) for name in names]
+    for name in names[1:]:
+        os.link(home / "data" / FIRST, home / "data" / name)
+        os.link(folder / part_name(FIRST), folder / part_name(name))
+    manifest = replace(manifest, parts=tuple(parts))
+    write_length_cells(IndexFolder(str(home / "index"), source), manifest)
+    (folder / MANIFEST).write_text(manifest.to_json())
 
 
 def opened(job: Path, cache: IndexCache) -> Generator[tuple[float, JobSetup], None, None]:
