@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from dataservice.cli.listing import Listing
+from dataservice.sources.index_folder import LEFT_OUT
 from dataservice.sources.reasons import reason_lines
 
 if TYPE_CHECKING:  # they load the planner and codecs
@@ -76,7 +77,7 @@ def left_out(summaries: Sequence["IndexSummary"], index_dir: str | None) -> Iter
             yield Text(f"{name}: left out {line}", style="yellow")
         if reasons and index_dir is not None:
             yield Text(
-                f"{name}: all are listed under `skipped` in {index_dir}/{name}/manifest.json",
+                f"{name}: all are listed in {index_dir}/{name}/{LEFT_OUT}",
                 style="yellow",
             )
 

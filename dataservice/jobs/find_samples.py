@@ -4,6 +4,7 @@ otherwise by reading its files from the beginning."""
 import heapq
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
@@ -27,9 +28,9 @@ from dataservice.sources.catalog import IndexedCatalog, find_index
 from dataservice.sources.filesystem import translate
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.registry import list_files, open_format
-from dataservice.sources.index_folder import MANIFEST, IndexFolder
+from dataservice.sources.index_folder import LEFT_OUT, MANIFEST, IndexFolder
 from dataservice.sources.index_part import measured_pieces, usable
-from dataservice.sources.manifest import Manifest
+from dataservice.sources.manifest import SkippedSample
 
 SCANNED_SAMPLES = 200
 """Samples at the beginning of a source among which random and longest ones are chosen, where it
@@ -156,14 +157,10 @@ class IndexedSamples:
             number = self._catalog.find_key(name)
             if number is not None:
                 return self._at(number)
-        folder = IndexFolder(self._index_dir, self._source.name)
-        manifest = Manifest.from_json(folder.read(MANIFEST) or b"", f"{folder.path}/{MANIFEST}")
-        for part in manifest.parts:
-            for left_out in part.skipped:
-                if left_out.key == key:
-                    return _found(
-                        self._source, key, SampleLocation(file=left_out.file), left_out.reason
-                    )
+        for left_out in self._left_out():
+            if left_out.key == key:
+                location = SampleLocation(file=left_out.file)
+                return _found(self._source, key, location, left_out.reason)
         raise _no_key(self._source, key, self._catalog.samples, [self._at(0).ref.key])
 
     def random(self, count: int, seed: int) -> Iterator[Found]:
@@ -176,6 +173,11 @@ class IndexedSamples:
         """The samples with the most LLM tokens, the longest first."""
         order = np.argsort(-self._catalog.llm_tokens.astype(np.int64), kind="stable")
         yield from map(self._at, order[:count].tolist())
+
+    def _left_out(self) -> Iterator[SkippedSample]:
+        folder = IndexFolder(self._index_dir, self._source.name)
+        with suppress(FileNotFoundError), folder.open(LEFT_OUT) as lines:
+            yield from SkippedSample.from_lines(lines, f"{folder.path}/{LEFT_OUT}")
 
     def _at(self, number: int) -> Found:
         ((ref, lengths),) = self._catalog.details(np.array([number]))

@@ -1,13 +1,14 @@
 """Builds the index of one source: every file is walked once, every sample measured.
 
-    list files → skip files and pieces whose part is current → scan + measure → parts → manifest
+    list files → skip files and pieces whose part is current → scan + measure → parts
+    → samples left out → manifest
 
 Success: the manifest is written last, so an index without one is incomplete. A damaged file does
 not stop the others: the run names all damaged files at the end and then fails, unless they are to
 be left out. Unavailable storage is not damage; it ends the run. Finished parts, and finished pieces
 of large files, are kept and not made again, however a run ended (KeyboardInterrupt, a kill); pieces
 that are of no more use go when a run completes. A sample that cannot be measured does not stop the
-run: the manifest lists it with its reason.
+run: the index lists it with its reason.
 """
 
 import time
@@ -23,7 +24,7 @@ from dataservice.sources.file_indexer import DamagedFilesError, IndexTask, MakeM
 from dataservice.sources.formats.protocol import FilePiece
 from dataservice.sources.formats.registry import list_files
 from dataservice.sources.index_files import index_files
-from dataservice.sources.index_folder import MANIFEST, IndexFolder, part_name, piece_name
+from dataservice.sources.index_folder import LEFT_OUT, MANIFEST, IndexFolder, part_name, piece_name
 from dataservice.sources.index_part import read_record
 from dataservice.sources.length_cells import write_length_cells
 from dataservice.sources.manifest import (
@@ -158,6 +159,8 @@ def build_index(
     )
     _require_samples(spec, manifest)
     write_length_cells(folder, manifest)
+    with folder.replace(LEFT_OUT) as stream:
+        stream.writelines(each.to_line() for part in manifest.parts for each in part.skipped)
     with folder.replace(MANIFEST) as stream:
         stream.write(manifest.to_json().encode())
     folder.remove_others({part_name(part.file.name) for part in manifest.parts})

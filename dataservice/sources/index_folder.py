@@ -1,6 +1,7 @@
 """The folder of an index: small files at a path or any fsspec URL.
 
 INDEX_DIR/SOURCE_NAME/manifest.json          written last: its presence means complete
+INDEX_DIR/SOURCE_NAME/left_out.jsonl         each sample that cannot be used, and why
 INDEX_DIR/SOURCE_NAME/sums.json              see part_sums.py
 INDEX_DIR/SOURCE_NAME/lengths.bin            see length_cells.py
 INDEX_DIR/SOURCE_NAME/part-<digest>.parquet  one per source file, named after a digest of the file's
@@ -24,6 +25,7 @@ from dataservice.sources.kept_ranges import version_of
 from dataservice.sources.roots import Roots
 
 MANIFEST = "manifest.json"
+LEFT_OUT = "left_out.jsonl"
 LENGTHS = "lengths.bin"
 _PIECE = re.compile(r"(part-\w+\.parquet)\.(\d+)-(\d+)-(\d+)")
 

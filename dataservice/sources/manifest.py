@@ -1,16 +1,18 @@
 """An index's description of itself: its files, how they were read and measured, and what was left
 out.
 
-There are two kinds of JSON record. A *part record* stands in the footer of each part, and tells a
-restarted run which files are done; the *manifest* is the sum of all part records. Files are named
-relative to the source, so that nothing here depends on where the corpus lies.
+There are three kinds of JSON record. A *part record* stands in the footer of each part, and tells a
+restarted run which files are done; the *manifest* is the sum of all part records, but for the
+samples that they left out, which are *lines* of a file beside it: of a large index they can be
+millions, and who opens it wants none of them. Files are named relative to the source, so that
+nothing here depends on where the corpus lies.
 """
 
 import hashlib
 import json
 import posixpath
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,6 +37,22 @@ class SkippedSample:
     file: str
     key: str
     reason: str
+
+    def to_line(self) -> bytes:
+        """The form that LEFT_OUT has a sample in."""
+        return f"{json.dumps(asdict(self))}\n".encode()
+
+    @staticmethod
+    def from_lines(lines: Iterable[bytes], where: str) -> "Iterator[SkippedSample]":
+        """Read such lines. Raises IndexStaleError where one is damaged."""
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield SkippedSample(**json.loads(line))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise IndexStaleError(
+                    f"{where}:{number} is damaged ({type(error).__name__}: {error}). Write it "
+                    f"again: {AGAIN}; the same files give the same index."
+                ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +194,8 @@ class PartRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """One indexed source; `parts` in the order of its files, which is the order of sample ids."""
+    """One indexed source; `parts` in the order of its files, which is the order of sample ids.
+    Those of a manifest that was read tell of no `skipped` samples: LEFT_OUT does."""
 
     source: str
     recipe: Recipe
@@ -223,7 +242,6 @@ class Manifest:
                 "rows": self.rows,
                 "files": [_file_fields(part) for part in self.parts],
                 "left_out_files": [asdict(file) for file in self.left_out],
-                "skipped": [asdict(s) for part in self.parts for s in part.skipped],
             },
             indent=1,
         )
@@ -263,9 +281,6 @@ def _file_fields(part: PartRecord) -> dict[str, Any]:
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
     recipe = Recipe(**fields["recipe"])
-    skipped: dict[str, list[SkippedSample]] = {}
-    for entry in fields["skipped"]:
-        skipped.setdefault(entry["file"], []).append(SkippedSample(**entry))
     parts = []
     for entry in fields["files"]:
         file = IndexedFile(
@@ -281,7 +296,6 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
                 identity=str(entry["identity"]),
                 places=str(entry["places"]),
                 media=MediaCounts(**entry["media"]),
-                skipped=tuple(skipped.get(file.name, ())),
                 long=LongSamples.read(entry.get("long", {})),  # absent in indexes of older releases
             )
         )

@@ -333,7 +333,7 @@ def test_a_dry_run_prints_what_an_index_would_and_that_it_was_one(cli, home):
         "dry run: at most the first 4 samples of each of 2 files were measured",
         "% of their bytes. Nothing was written",
     )
-    assert "manifest.json" not in done.said
+    assert "left_out.jsonl" not in done.said
     assert not (home / "index").exists()
     fields = json.loads(cli.ok("index", job, "--dry-run", "--rows", "4", "--json").out)
     assert fields["dry_run"] is True

@@ -97,4 +97,4 @@ def test_what_was_left_out_has_a_line_a_reason():
     assert told[0] == "ocr: left out 2 × clip has … frames. First: ocr/key-0"
     assert len(told) == NAMED_REASONS + 2
     assert told[-2] == "ocr: left out 3 × for 3 more reasons"
-    assert "`skipped` in index/ocr/manifest.json" in told[-1]
+    assert "listed in index/ocr/left_out.jsonl" in told[-1]

@@ -1,6 +1,9 @@
 """What a step of few samples costs the coordinator, in calls: no clock is asked."""
 
+import gc
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -174,27 +177,44 @@ async def test_a_small_step_is_planned_in_few_calls() -> None:
     assert steps[-1].orders.written_soon
 
 
-def calls_from_draw_to_wire(samples: int) -> int:
-    """Of a step of so many, in as many packs, for 8 ranks and 4 workers."""
+def maker(samples: int) -> Callable[[], list[object]]:
+    """Makes a step of so many, in as many packs, for 8 ranks and 4 workers, from draw to wire, and
+    returns all that is made on the way. Was called once, so that kernels are compiled."""
     setup = made_setup(samples, samples, memory_tokens=samples * 12)
     topology = Topology(world_size=8)
 
-    def made() -> None:
+    def made() -> list[object]:
         planned = plan_step(setup, Cursor(), topology)
         assert planned is not None
         plan = planned.plan
         items = setup.catalog.item_details(plan.sample_ids)
         parts = cut_step(plan, items.notes)
         orders = pack_orders(plan, setup.catalog, job="job", digest="d", pipeline="{}")
-        for share in orders.shared_out(range(k, len(orders), 4) for k in range(4)):
-            assert pack_orders_to_proto(share).ByteSize()
-        for replica in range(8):
-            assert columns_of(parts, replica).written
+        shares = orders.shared_out(range(k, len(orders), 4) for k in range(4))
+        told = [pack_orders_to_proto(share) for share in shares]
+        assert all(message.ByteSize() for message in told)
+        columns = [columns_of(parts, replica) for replica in range(8)]
+        assert all(each.written for each in columns)
+        return [planned, items, parts, orders, told, columns]
 
-    made()  # kernels are compiled
-    return calls_of(made)
+    made()
+    return made
 
 
 def test_a_step_of_more_samples_takes_no_more_calls_from_draw_to_wire() -> None:
-    few, many = (calls_from_draw_to_wire(samples) for samples in (1_000, 16_000))
+    few, many = (calls_of(maker(samples)) for samples in (1_000, 16_000))
+    assert many < few + 1_000
+
+
+def test_a_step_of_more_samples_is_no_more_objects_from_draw_to_wire() -> None:
+    def objects(samples: int) -> int:
+        made = maker(samples)
+        gc.collect()
+        before = sys.getallocatedblocks()
+        kept = made()
+        gc.collect()
+        assert kept
+        return sys.getallocatedblocks() - before
+
+    few, many = objects(1_000), objects(16_000)
     assert many < few + 1_000

@@ -364,14 +364,14 @@ def test_samples_that_are_bad_when_indexed_are_left_out_by_name(job):
     job.visits_each_once(SAMPLES - 2)
 
 
-def test_all_bad_samples_of_a_source_are_in_the_manifest_that_is_named(job):
+def test_all_bad_samples_of_a_source_are_in_the_list_that_is_named(job):
     records = [{"id": f"empty-{k}", "text": ""} for k in range(8)]
     write_jsonl(job.home / "texts" / "bad.jsonl", records)
     said = job.index().said
     says(said, "texts: left out 8 × the sample is empty")
-    (manifest,) = re.findall(r"texts: all are listed .* in (\S+/manifest\.json)", said)
-    skipped = json.loads(Path(manifest).read_text())["skipped"]
-    assert [each["key"] for each in skipped] == [f"empty-{k}" for k in range(8)]
+    (named,) = re.findall(r"texts: all are listed in (\S+/left_out\.jsonl)", said)
+    lines = Path(named).read_text().splitlines()
+    assert [json.loads(line)["key"] for line in lines] == [f"empty-{k}" for k in range(8)]
 
 
 def test_a_source_without_one_usable_sample_is_refused(job):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,9 +137,26 @@ def test_a_bad_sample_is_listed_with_its_reason_and_not_indexed(
     (skipped,) = summary.skipped
     assert (skipped.key, Path(skipped.file).name) == ("12", "1.tar")
     assert "the text is bad" in skipped.reason
-    manifest = json.loads((tmp_path / "index" / "shards" / "manifest.json").read_text())
-    assert [s["key"] for s in manifest["skipped"]] == ["12"]
-    assert manifest["rows"] == 11
+    folder = tmp_path / "index" / "shards"
+    assert json.loads((folder / "left_out.jsonl").read_text()) == asdict(skipped)
+    assert json.loads((folder / "manifest.json").read_text())["rows"] == 11
+
+
+def test_a_manifest_is_as_long_whether_a_few_samples_are_left_out_or_many(
+    tmp_path: Path, counting: Counting
+) -> None:
+    lengths = []
+    for bad in (1, 500):
+        home = tmp_path / str(bad)
+        home.mkdir()
+        records = [{"id": f"{n:03d}", "text": "" if n < bad else "a fox"} for n in range(501)]
+        (home / "a.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+        spec = SourceSpec(name="texts", format="jsonl", url=str(home / "a.jsonl"))
+        build_index(spec, out_dir=str(home / "index"), make_measurer=lambda: counting)
+        lines = (home / "index" / "texts" / "left_out.jsonl").read_text().splitlines()
+        assert len(lines) == bad
+        lengths.append(len((home / "index" / "texts" / "manifest.json").read_text()))
+    assert abs(lengths[0] - lengths[1]) < 10
 
 
 def test_a_second_run_measures_nothing_and_gives_the_same(
