@@ -36,7 +36,8 @@ class SlowAttention(ClientWarning):
 def tell(category: type[ClientWarning], text: str) -> None:
     """Log `text`, and warn with it; the warning points at the line outside this package that led
     here. The caller sees to it that this happens once."""
-    log.warning(text)
+    if log.hasHandlers():  # without one, logging prints what the warning prints too
+        log.warning(text)
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _ours(frame):
         level, frame = level + 1, frame.f_back

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import webdataset
@@ -188,6 +189,21 @@ def test_the_index_is_bit_by_bit_the_one_that_is_made_here(home, service):
     assert {"list", "divide", "count", "piece", "index"} == set(service.asked)
     again = index_there(home, service)
     assert [each.files_reused for each in again] == [each.files for each in made]
+
+
+def test_a_large_parquet_file_is_shared_by_its_row_groups(home, service):
+    rows = pa.table({"text": [f"the cat {'and the dog ' * 8}{k}" for k in range(8000)]})
+    pq.write_table(rows, home / "many.parquet", row_group_size=500, compression="none")
+    write_job(home, sources=[{"name": "many", "format": "parquet", "url": "many.parquet"}])
+    (made,) = index_there(home, service)
+    (same,) = index_here(home)
+    assert service.asked.count("piece") > 1
+    assert (made.rows, made.tokens, made.fingerprint) == (8000, same.tokens, same.fingerprint)
+    name = f"many/{part_name('many.parquet')}"
+    one, other = (
+        pq.read_table(home / into / name, columns=SCHEMA.names) for into in ("here", "there")
+    )
+    assert one.equals(other)
 
 
 @pytest.mark.long
