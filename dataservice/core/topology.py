@@ -32,8 +32,10 @@ class ReplicaLayout:
     step, as in plain data parallelism. `encoder_stage`: the pipeline stage that encodes: the first,
     beside its part of the decoder; one of its own before the decoder's; `spread`, all stages of
     a replica, before the pipeline fills and after it drains; or `cut`, each chunk the part of the
-    encoders' seconds that `vision_shares` and `audio_shares` say. `stage_shares`: the part of the
-    decoder's seconds that each model chunk takes, in model order; equal parts where it is empty.
+    encoders' seconds that `vision_shares` and `audio_shares` say. `features_ahead`: without
+    pipelines, features travel under the backward pass of the wave before theirs. `stage_shares`:
+    the part of the decoder's seconds that each model chunk takes, in model order; equal parts where
+    it is empty.
     """
 
     ranks_per_replica: int = 1
@@ -43,6 +45,7 @@ class ReplicaLayout:
     replicas_meet: Meet = "wave"
     encoder_stage: EncoderStage = "first"
     encoders_train: bool = True
+    features_ahead: bool = False
     stage_shares: tuple[float, ...] = ()
     vision_shares: tuple[float, ...] = ()
     audio_shares: tuple[float, ...] = ()
@@ -115,6 +118,11 @@ class Topology(ReplicaLayout):
                 f"{self.ranks_per_replica} ranks of a replica cannot be cut into "
                 f"{self.pipeline_stages} pipeline stages. Make the ranks per replica tensor × "
                 "pipeline parallel."
+            )
+        if self.features_ahead and self.pipeline_stages > 1:
+            raise WorldSizeError(
+                f"features_ahead with {self.pipeline_stages} pipeline stages, which encode when "
+                "their schedule says: leave it out."
             )
         for name, whose in (
             ("stage_shares", "the decoder's"),

@@ -66,6 +66,9 @@ class TopologySpec(Strict):
     encoders_train: bool = True
     """Whether gradients flow into the encoders; where they are frozen, an encoder has a forward
     pass alone."""
+    features_ahead: bool = False
+    """Whether a microbatch's features travel under the backward pass of the one before, as
+    `run_step` sends them where it encodes ahead. Not in a pipeline."""
     stage_shares: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
     """The part of the decoder's seconds that each model chunk takes, in model order, in any unit.
     Without it all chunks take the same."""
@@ -81,6 +84,11 @@ class TopologySpec(Strict):
             raise ValueError(
                 f"virtual_stages is {self.virtual_stages} and pipeline_parallel 1: one stage would "
                 "hand model chunks to itself; raise pipeline_parallel or leave virtual_stages out"
+            )
+        if self.features_ahead and self.pipeline_parallel > 1:
+            raise ValueError(
+                f"features_ahead with pipeline_parallel {self.pipeline_parallel}, whose stages "
+                "encode when their schedule says; leave it out"
             )
         chunks = self.pipeline_parallel * self.virtual_stages
         for name in ("stage_shares", "vision_shares", "audio_shares"):
@@ -109,6 +117,7 @@ class TopologySpec(Strict):
             replicas_meet=self.replicas_meet,
             encoder_stage=self.encoder_stage,
             encoders_train=self.encoders_train,
+            features_ahead=self.features_ahead,
             stage_shares=self.stage_shares,
             vision_shares=self.vision_shares,
             audio_shares=self.audio_shares,

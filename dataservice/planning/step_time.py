@@ -2,7 +2,9 @@
 
     wave   encode ─▶ exchange ─▶ decode ─▶ decode backward ─▶ exchange ─▶ encode backward
 
-Replicas that meet in every wave wait for the slowest in each of these phases. Those that meet once
+Replicas that meet in every wave wait for the slowest in each of these phases. Where features go
+ahead, the first exchange of a wave is under way beneath the backward pass of the wave before, and
+takes what that does not hide. Those that meet once
 a step wait for the members of their CP group, and for whoever encodes what they need. The stages of
 a pipeline run both passes of their model chunks by (interleaved) 1F1B.
 
@@ -141,7 +143,8 @@ def _rank_seconds(phases: Phases, topology: Topology, cost: CostModel) -> RankSe
     exchanges = np.eye(stages)[encoders.last % stages]
     if spread:
         encodes, exchanges = np.full_like(encodes, 1.0 / stages), np.ones_like(exchanges)
-    exchanged_s = phases.exchange.sum(axis=0) * (1.0 if topology.encoders_train else 0.5)
+    moved, returned = _exchange_ways(phases, topology)
+    exchanged_s = moved.mean(axis=2).sum(axis=0) + returned.sum(axis=0)
     decodes = np.array(topology.chunk_shares).reshape(-1, stages).sum(axis=0)
     encoding = phases.encode.sum(axis=0)
     return RankSeconds(
@@ -190,6 +193,7 @@ def chunk_times(phases: Phases, topology: Topology) -> ChunkTimes:
     backward = seconds * (1.0 - FORWARD_SHARE)
     there, back = _both_ways(phases, topology)
     moved, returned = _exchange_ways(phases, topology)
+    moved = moved.max(axis=2)
     if topology.encoder_stage == "spread":
         encoding = there.max(axis=2).sum() + back.max(axis=2).sum()
         return ChunkTimes(forward, backward, float(encoding + moved.sum() + returned.sum()))
@@ -209,8 +213,9 @@ def _total_seconds(
     if topology.replicas_meet == "step" and plan.replicas > 1:
         return _met_once(phases, plan, items, topology)
     if stages == 1:
-        moving = phases.exchange.sum() * (1.0 if topology.encoders_train else 0.5)
+        moved, returned = _exchange_ways(phases, topology)
         encoding = phases.encode.max(axis=2).sum()
+        moving = moved.sum() + returned.sum()
         return float(phases.decode.max(axis=1).sum() + encoding + moving)
     times = chunk_times(phases, topology)
     pipeline = simulate_1f1b(times.forward, times.backward, virtual_stages=topology.virtual_stages)
@@ -231,9 +236,21 @@ def _both_ways(
 def _exchange_ways(
     phases: Phases, topology: Topology
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds of exchanging features, and their gradients: float64[W, M] each."""
+    """Seconds of exchanging features, float64[W, M, 1], or [W, M, N] where replicas do not meet and
+    what hides them differs; and of their gradients, float64[W, M]."""
     half = phases.exchange * 0.5
-    return half, half if topology.encoders_train else np.zeros_like(half)
+    returned = half if topology.encoders_train else np.zeros_like(half)
+    moved = half[:, :, None]
+    if topology.features_ahead and len(half):
+        under = phases.decode[:-1] * (1.0 - FORWARD_SHARE)
+        if topology.replicas_meet == "wave":
+            under = under.max(axis=1, keepdims=True)
+        wanted = moved[1:].sum(axis=1)  # of both modalities, one after the other
+        left = np.maximum(wanted - under, 0.0)
+        shown = np.divide(left, wanted, out=np.zeros_like(left), where=wanted > 0)
+        moved = np.concatenate([np.broadcast_to(moved[:1], (1, MODALITIES, under.shape[1])),
+                                moved[1:] * shown[:, None]])  # fmt: skip
+    return moved, returned
 
 
 def _met_once(phases: Phases, plan: StepPlan, items: EncoderLoads, topology: Topology) -> float:
@@ -247,7 +264,7 @@ def _met_once(phases: Phases, plan: StepPlan, items: EncoderLoads, topology: Top
         phases.decode,
         there,
         back,
-        moved,
+        np.ascontiguousarray(np.broadcast_to(moved, there.shape)),
         returned,
         np.array(topology.chunk_shares),
         *_EncoderChunks.of(topology),
@@ -351,6 +368,7 @@ def _walk(
     free = np.zeros((stages, replicas))  # when a stage of a replica has ended what it ran last
     ended = np.zeros((waves, replicas))  # when the last operation of a wave has
     now = np.zeros(replicas)
+    gradients_s = np.empty(replicas)  # of one exchange
     if spread:
         for wave in range(waves):
             for modality in range(modalities):
@@ -385,8 +403,9 @@ def _walk(
             for modality in range(modalities - 1, -1, -1):
                 if chunk == ends_in[modality]:
                     phase = wave * modalities + modality
+                    gradients_s[:] = returned[wave, modality]
                     _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
-                             pack_replicas, returned[wave, modality], True)  # fmt: skip
+                             pack_replicas, gradients_s, True)  # fmt: skip
                 if encoded[modality, chunk] > 0.0:
                     now += back[wave, modality] * encoded[modality, chunk]
         free[stage] = now
@@ -397,8 +416,9 @@ def _walk(
         for wave in range(waves):
             for modality in range(modalities):
                 phase = wave * modalities + modality
+                gradients_s[:] = returned[wave, modality]
                 _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
-                         pack_replicas, returned[wave, modality], True)  # fmt: skip
+                         pack_replicas, gradients_s, True)  # fmt: skip
                 now += back[wave, modality]
     return now
 
@@ -413,11 +433,11 @@ def _receive(
     item_pack: NDArray[np.int32],
     replica_offsets: NDArray[np.int64],
     pack_replicas: NDArray[np.int32],
-    seconds: float,
+    seconds: NDArray[np.float64],
     gradients: bool,
 ) -> None:
     """Wait for whoever encodes what one needs, or for the gradients of what one encoded; then the
-    exchange. Writes `now` float64[N]."""
+    exchange of so many `seconds` [N]. Writes `now` float64[N]."""
     before = now.copy()
     for at in range(begins[phase], begins[phase + 1]):
         item = listed[at]

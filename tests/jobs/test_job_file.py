@@ -148,15 +148,14 @@ def test_encoders_that_are_spread_over_stages_have_no_limit_of_a_microbatch(tmp_
     [
         ({"encoder_stage": "cut"}, r"encoder_stage is cut.*vision_shares of 0"),
         ({"vision_shares": [1, 1]}, r"encoder_stage is first, with vision_shares of 2"),
+        ({"features_ahead": True}, r"features_ahead with pipeline_parallel 2"),
         (
             {"encoder_stage": "cut", "vision_shares": [1]},
             r"vision_shares is \[1.0\].*2 model chunks",
         ),
     ],
 )
-def test_parts_of_encoders_are_given_where_they_are_cut_and_to_every_chunk(
-    tmp_path, topology, said
-):
+def test_a_pipeline_whose_keys_contradict_one_another_is_refused(tmp_path, topology, said):
     with pytest.raises(SpecError, match=said):
         read_job(
             with_plan({"memory_tokens": 8}, topology={"pipeline_parallel": 2, **topology}), tmp_path

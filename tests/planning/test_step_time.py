@@ -55,7 +55,7 @@ RICH = CostModel(
 def topologies() -> st.SearchStrategy[Topology]:
     """Trainers of up to 8 replicas, in every layout that the evaluator knows."""
     return st.builds(
-        lambda replicas, stages, virtual, node, meet, encoders, train, parts: Topology(
+        lambda replicas, stages, virtual, node, meet, encoders, train, ahead, parts: Topology(
             world_size=replicas * stages,
             ranks_per_replica=stages,
             pipeline_stages=stages,
@@ -64,6 +64,7 @@ def topologies() -> st.SearchStrategy[Topology]:
             replicas_meet=meet,
             encoder_stage=encoders,
             encoders_train=train,
+            features_ahead=ahead and stages == 1,
             vision_shares=_cut(encoders, parts, stages * (virtual if stages > 1 else 1)),
             audio_shares=_cut(encoders, parts[1:], stages * (virtual if stages > 1 else 1)),
         ),
@@ -74,6 +75,7 @@ def topologies() -> st.SearchStrategy[Topology]:
         meet=st.sampled_from(["wave", "step"]),
         encoders=st.sampled_from(["first", "spread", "own", "cut"]),
         train=st.booleans(),
+        ahead=st.booleans(),
         parts=st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=9, max_size=9),
     )
 
@@ -138,6 +140,13 @@ def ends_by_hand(plan: StepPlan, topology: Topology, cost: CostModel) -> float:
     there = FORWARD_SHARE if trains else 1.0
     parts = stages if topology.encoder_stage == "spread" else 1
 
+    def shown(wave: int, replica: int) -> float:
+        """What part of a wave's exchange no backward pass of the wave before hides."""
+        both = phases.exchange[wave].sum() / 2
+        if not topology.features_ahead or wave == 0 or both == 0:
+            return 1.0
+        return max(0.0, both - phases.decode[wave - 1, replica] * (1 - FORWARD_SHARE)) / both
+
     def encoding(
         now: dict[int, float], wave: int, forward: bool, chunk: int | None = None
     ) -> dict[int, float]:
@@ -159,7 +168,7 @@ def ends_by_hand(plan: StepPlan, topology: Topology, cost: CostModel) -> float:
                     first, then = (encoder, member) if forward else (member, encoder)
                     now[then] = max(now[then], before[first])
             moving = phases.exchange[wave, modality] / 2 if last else 0.0
-            now = {r: t + moving for r, t in now.items()}
+            now = {r: t + moving * (shown(wave, r) if forward else 1.0) for r, t in now.items()}
             if not forward:
                 now = {r: t + own[r] for r, t in now.items()}
         return now
@@ -462,6 +471,30 @@ def test_an_exchange_costs_what_travels_between_nodes():
     assert at_home.exchange_s < near.exchange_s < times.exchange_s
     frozen = step_seconds(away, replace(topology, encoders_train=False), RICH)
     assert frozen.exchange_s == pytest.approx(times.exchange_s / 2)
+
+
+@pytest.mark.parametrize("between_s", [1e-7, 2e-5, 1e-2])
+def test_an_exchange_that_goes_ahead_takes_what_the_backward_pass_before_does_not_hide(between_s):
+    cost = replace(RICH, step=StepCost(feature_inter_s_per_token=between_s))
+    samples, topology = step_samples(120, 3, longest=800), Topology(world_size=8)
+    topology = replace(topology, replicas_per_node=4)
+    made = composed(samples, topology, strategy="packing", cost=cost)
+    made = replace(made, item_replica=(made.item_replica + 4) % 8)
+    phases = step_phases(made, encoder_items(made, cost), cost, topology)
+    sent_s = phases.exchange.sum(axis=1) / 2
+    hides_s = phases.decode.max(axis=1)[:-1] * (1 - FORWARD_SHARE)
+    hidden_s = np.minimum(sent_s[1:], hides_s).sum()
+    waits = step_seconds(made, topology, cost)
+    ahead = step_seconds(made, replace(topology, features_ahead=True), cost)
+    assert made.waves > 1
+    assert hidden_s > 0
+    assert waits.total_s - ahead.total_s == pytest.approx(hidden_s)
+    assert waits.exchange_s - ahead.exchange_s == pytest.approx(hidden_s)
+
+
+def test_features_do_not_go_ahead_in_a_pipeline():
+    with pytest.raises(WorldSizeError, match="features_ahead with 2 pipeline stages"):
+        Topology(world_size=2, ranks_per_replica=2, pipeline_stages=2, features_ahead=True)
 
 
 @pytest.mark.parametrize("strategy", ["packing", "length_grouped", "random"])
