@@ -10,6 +10,8 @@ from dataservice.core.errors import CursorMismatchError
 # Version 2 added the window and the digest, version 3 the changes of the mixture.
 CURSOR_VERSION = 3
 DIGEST_BYTES = 8
+MOST = 2**53
+"""Of every number in a cursor: no job comes so far, and sums beyond it still are of 64 bits."""
 _encode = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` would make one for each text
 
 
@@ -83,7 +85,7 @@ def _checked(plain: dict[str, object]) -> Cursor:
     cursor = Cursor(**{name: value for name, value in plain.items() if name != "version"})  # type: ignore[arg-type]
     for field in fields(cursor):
         value = getattr(cursor, field.name)
-        if type(value) is not field.type or (field.type is int and not 0 <= value < 2**63):
+        if type(value) is not field.type or (field.type is int and not 0 <= value <= MOST):
             raise ValueError(f"{field.name} is {value!r}")
     digest = _digest(plain)
     if digest != given:

@@ -29,8 +29,8 @@ class StateStore(Protocol):
         version is kept under that version for good. The jobs to `forget` are removed before."""
         ...
 
-    def specs(self, job: str) -> list[SpecRecord]:
-        """Every version of a job's file, the oldest first."""
+    def specs(self, job: str, behind: int = 0) -> list[SpecRecord]:
+        """The versions of a job's file that come after this one, the oldest first."""
         ...
 
     def job(self, name: str) -> JobRecord | None:

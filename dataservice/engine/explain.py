@@ -236,8 +236,8 @@ class Explainer:
 
     def _skipped(self, job: str, step: int) -> dict[int, SkipRecord]:
         """The attempts that skip a step and have come to it, each with the record it goes by."""
-        records = self._store.skips(job)
-        if not any(record.first_step <= step <= record.last_step for record in records):
+        records = [r for r in self._store.skips(job) if r.first_step <= step <= r.last_step]
+        if not records:
             return {}
         skipped = {}
         attempts = self._store.attempts(job)

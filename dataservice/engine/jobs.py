@@ -60,7 +60,6 @@ from dataservice.engine.tasks import cancel_all, detach
 from dataservice.engine.threads import in_store
 from dataservice.engine.versions import (
     SetupOf,
-    job_versions,
     mixture_changes,
     revised,
     with_changes,
@@ -72,6 +71,8 @@ ReadJob = Callable[[str, str, str], Sequence[JobRecord]]
 """Validate a job file (YAML text, base directory, its team) into records under full names: of the
 job, and of its validation where it has one. Raises SpecError where the file is not valid."""
 MOST_RANGES = 1000
+MOST_SKIPS = 10_000
+"""Ranges that are kept for a job, of all calls: each attempt looks through them as it begins."""
 
 Restore = Callable[[RunningJob, JobSetup, AttemptRecord], Awaitable[None]]
 """Bring back the attempt that ran last, now that its job is open."""
@@ -259,16 +260,24 @@ class JobTable:
         return await self.status(records[0].name)
 
     async def statuses(self) -> list[JobStatus]:
-        """All jobs by name, without their mixtures, of which some are long."""
+        """All jobs by name, without their mixtures and versions, of which some are long."""
         names = sorted(self.running)
         return [replace(await self._status(name), mixture=None) for name in names]
 
     async def status(self, name: str) -> JobStatus:
         """One job and its progress, with that of its validation."""
-        status, held_out = await self._status(name), validation_of(name)
+        status, held_out = await self._with_versions(name), validation_of(name)
         if held_out not in self.running:
             return status
-        return replace(status, validation=await self._status(held_out))
+        return replace(status, validation=await self._with_versions(held_out))
+
+    async def _with_versions(self, name: str) -> JobStatus:
+        job = self.get(name)
+        versions: tuple[JobVersion, ...] = ()
+        if job.record.spec_version > 1:  # to compare them may take long
+            comparing = partial(job.history.versions, self._store, name)
+            versions = await self._planners.run(name, comparing)
+        return replace(await self._status(name), versions=versions)
 
     def with_validation(self, name: str) -> list[RunningJob]:
         """The job, and its validation where it has one."""
@@ -284,9 +293,6 @@ class JobTable:
         if mixture is not None:
             recorded = mixture_changes(await in_store(self._store.mixtures, name)).values()
             mixture = replace(mixture, changes=(*mixture.changes, *recorded))
-        versions: tuple[JobVersion, ...] = ()
-        if job.record.spec_version > 1:
-            versions = await in_store(job_versions, self._store, name)
         return JobStatus(
             record=job.record,
             samples=job.setup.catalog.samples if job.setup is not None else -1,
@@ -298,7 +304,6 @@ class JobTable:
             skips=tuple(skips),
             failure=last.failure if last is not None else "",
             attempt_version=job.attempt.spec_version if job.attempt is not None else 0,
-            versions=versions,
             mixture=mixture,
         )
 
@@ -343,6 +348,8 @@ class JobTable:
         durable before any step is planned by it, so that a restart plans every step as before."""
         running = self.get(job)
         cost = cost_model(cost_json)
+        if from_step is not None and from_step > LAST_STEP:
+            raise SpecError(f"from_step is {from_step}; the last step is {LAST_STEP}.")
         await self.setup(running)
         async with running.changing, running.planning:
             planned = await in_store(self._store.last_planned_step, job)
@@ -461,10 +468,20 @@ class JobTable:
     async def skip(
         self, job: str, ranges: Sequence[tuple[int, int]], action: SkipAction
     ) -> list[SkipRecord]:
-        """Have attempts that are yet to begin pass over these steps, or train them after all."""
-        name = self.get(job).record.name
+        """Have attempts that are yet to begin pass over these steps, or train them after all.
+        Raises QuotaError where that would be more ranges than are kept for a job."""
+        running = self.get(job)
+        name = running.record.name
         require_ranges(ranges)
-        records = await in_store(self._store.add_skips, name, ranges, action, time.time())
+        async with running.changing:
+            known = len(await in_store(self._store.skips, name))
+            if known + len(ranges) > MOST_SKIPS:
+                raise QuotaError(
+                    f"{len(ranges):,} ranges of steps were given, job {job!r} has {known:,}, and "
+                    f"{MOST_SKIPS:,} in all are kept. Name few long ones, as 1200-1210; or submit "
+                    "the job under another name, which has none yet."
+                )
+            records = await in_store(self._store.add_skips, name, ranges, action, time.time())
         for record in records:
             log.info(
                 "%s steps %d to %d from attempt %d on",

@@ -22,7 +22,7 @@ from dataservice.engine.planner import check_fits
 from dataservice.engine.running_job import RunningJob
 from dataservice.engine.spec_changes import SpecChange, in_words, spec_changes
 from dataservice.engine.threads import in_store
-from dataservice.engine.versions import ReadCost, other_data, revised, with_changes
+from dataservice.engine.versions import MOST_VERSIONS, ReadCost, other_data, revised, with_changes
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,11 @@ class Registration:
             spec_json=submitted.spec_json,
             spec_version=known.record.spec_version + 1,
         )
+        if known.record.spec_version >= MOST_VERSIONS:
+            raise QuotaError(
+                f"job {known.record.name!r} has {MOST_VERSIONS} versions of its job file, and no "
+                "more are kept. Submit the file under another name, as a run from the beginning."
+            )
         changes = spec_changes(known.record.spec_json, submitted.spec_json)
         if any(change.of_data for change in changes):
             opened = await self.openings.run(team, self.open_job, submitted)

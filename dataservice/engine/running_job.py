@@ -10,14 +10,15 @@ from dataservice.engine.attempt import Attempt
 from dataservice.engine.launches import Launches
 from dataservice.engine.loop import AttemptLoop
 from dataservice.engine.tasks import SharedWork
+from dataservice.engine.versions import VersionHistory
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningJob:
     """A job with its attempts: those that form, by launch, and the one that runs. `setups` has the
     job under each version of its file that is in use. `setting_up` opens and restores it, and
-    `checking` checks whether the index is current, by the version of its file. `deleted` is for
-    ranks that still ask then."""
+    `checking` checks whether the index is current, by the version of its file. `history`
+    is of its file's versions. `deleted` is for ranks that still ask then."""
 
     record: JobRecord
     setups: dict[int, JobSetup] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class RunningJob:
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     setting_up: SharedWork[JobSetup] = field(default_factory=SharedWork)
     checking: SharedWork[None] = field(default_factory=SharedWork)
+    history: VersionHistory = field(default_factory=VersionHistory)
     deleted: bool = False
 
     @property

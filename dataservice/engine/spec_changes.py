@@ -28,11 +28,6 @@ class SpecChange:
         """Whether it may change samples or their order."""
         return self.path[0] in DATA_KEYS and not {*self.path[2:3]} & NOT_OF_DATA
 
-    @property
-    def of_cost(self) -> bool:
-        """Whether it is a coefficient that steps are planned with."""
-        return self.path[:2] == ("plan", "cost")
-
     def __str__(self) -> str:
         return f"{'.'.join(self.path)}: {_short(self.before)} → {_short(self.after)}"
 
@@ -51,6 +46,13 @@ def spec_changes(before: str, after: str) -> tuple[SpecChange, ...]:
         for path in sorted(old.keys() | new.keys())
         if old.get(path) != new.get(path)
     )
+
+
+def cost_of(spec_json: str) -> str:
+    """The coefficients that steps are planned with under a stored job file, as JSON; "-" where it
+    has none."""
+    plan = json.loads(spec_json).get("plan") or {}
+    return json.dumps(plan["cost"], sort_keys=True) if "cost" in plan else "-"
 
 
 def misgrown(before: str, after: str) -> str:

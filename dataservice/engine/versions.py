@@ -8,22 +8,30 @@ planned again under that version. Functions that read the store are to be called
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from dataservice.core.errors import NotFoundError
-from dataservice.core.job import JobRecord, MixtureChange, MixtureRecord, SpecRecord
+from dataservice.core.job import JobRecord, MixtureChange, MixtureRecord
 from dataservice.core.job_setup import CostChange, JobSetup
 from dataservice.core.plan_options import CostModel
 from dataservice.core.state_store import StateStore
 from dataservice.core.validation import validated_by
 from dataservice.engine.api import JobVersion
-from dataservice.engine.spec_changes import SpecChange, in_words, misgrown, spec_changes
+from dataservice.engine.spec_changes import (
+    SpecChange,
+    cost_of,
+    in_words,
+    misgrown,
+    spec_changes,
+)
 
 ReadCost = Callable[[str], CostModel]
 SetupOf = Callable[[int], JobSetup]
 """The job as an attempt of this number had it."""
+MOST_VERSIONS = 256
+"""Versions of a job's file that are kept."""
 
 
 def with_changes(setup: JobSetup, store: StateStore, read_cost: ReadCost) -> JobSetup:
@@ -59,13 +67,13 @@ def _short_digest(text: str) -> str:
 
 
 def _cost_since(specs: Sequence[str]) -> int:
-    """The version that brought the coefficients of the last of these. It has replaced the changes
-    of cost that were recorded before it."""
-    since = 1
-    for version, (before, after) in enumerate(pairwise(specs), start=2):
-        if any(change.of_cost for change in spec_changes(before, after)):
-            since = version
-    return since
+    """The version that brought the coefficients of the last of these `specs` of versions 1, 2, …:
+    it has replaced the changes of cost that were recorded before it."""
+    costs = [cost_of(spec) for spec in specs]
+    since = len(costs)
+    while since > 1 and costs[since - 2] == costs[-1]:
+        since -= 1
+    return max(since, 1)
 
 
 def revised(newest: JobSetup, version: int, store: StateStore, read_cost: ReadCost) -> JobSetup:
@@ -82,31 +90,53 @@ def revised(newest: JobSetup, version: int, store: StateStore, read_cost: ReadCo
     return with_changes(newest.revise(newest, older), store, read_cost)
 
 
-def job_versions(store: StateStore, job: str) -> tuple[JobVersion, ...]:
-    """Every version of a job's file, and which attempts began with it."""
-    began: dict[int, list[int]] = {}
-    for attempt in store.attempts(job):
-        began.setdefault(attempt.spec_version, []).append(attempt.attempt)
-    specs = store.specs(job)
-    if not specs:  # the job was deleted meanwhile
-        return ()
-    changes = [(), *(spec_changes(a.spec_json, b.spec_json) for a, b in pairwise(specs))]
-    return tuple(
-        _version(spec, changed, began.get(spec.version, []))
-        for spec, changed in zip(specs, changes, strict=True)
-    )
+class VersionHistory:
+    """What each version of a job's file changed, in words: two are compared once, which for files
+    of many sources takes long. Safe for use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: list[_Noted] = []
+        self._newest = ""  # its file
+
+    def versions(self, store: StateStore, job: str) -> tuple[JobVersion, ...]:
+        """Every version, and which attempts began with it; none where the job was deleted
+        meanwhile."""
+        began: dict[int, list[int]] = {}
+        for attempt in store.attempts(job):
+            began.setdefault(attempt.spec_version, []).append(attempt.attempt)
+        return tuple(
+            JobVersion(
+                version=each.version,
+                submitted_unix_s=each.submitted_unix_s,
+                changes=each.changes,
+                first_attempt=min(began.get(each.version, [0])),
+                last_attempt=max(began.get(each.version, [0])),
+            )
+            for each in self._noted(store, job)
+        )
+
+    def _noted(self, store: StateStore, job: str) -> "list[_Noted]":
+        with self._lock:
+            behind = self._known[-1].version if self._known else 0
+            for spec in store.specs(job, behind=behind):
+                changes = spec_changes(self._newest, spec.spec_json) if self._known else ()
+                self._known.append(
+                    _Noted(
+                        version=spec.version,
+                        submitted_unix_s=spec.submitted_unix_s,
+                        changes=in_words(changes),
+                    )
+                )
+                self._newest = spec.spec_json
+            return list(self._known)
 
 
-def _version(
-    spec: SpecRecord, changes: Sequence[SpecChange], attempts: Sequence[int]
-) -> JobVersion:
-    return JobVersion(
-        version=spec.version,
-        submitted_unix_s=spec.submitted_unix_s,
-        changes=in_words(changes),
-        first_attempt=attempts[0] if attempts else 0,
-        last_attempt=attempts[-1] if attempts else 0,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Noted:
+    version: int
+    submitted_unix_s: float
+    changes: str
 
 
 def other_data(record: JobRecord, submitted: JobRecord, changes: Sequence[SpecChange]) -> str:

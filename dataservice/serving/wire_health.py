@@ -1,6 +1,5 @@
 """The health of running jobs and the reports of ranks, to and from protobuf; see wire_packs.py."""
 
-import math
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -32,6 +31,7 @@ OLDER_PHASES = {
     "other": "gradients",
 }
 MOST_PHASES = 32
+MOST_SECONDS = 1e9  # whose sums stay finite
 
 Trained = coordinator_pb2.CommitStepRequest | coordinator_pb2.TrainedStep
 
@@ -61,11 +61,7 @@ def measured_from_proto(message: Trained) -> float | None:
     is invalid."""
     if not message.HasField("measured_s"):
         return None
-    if not (math.isfinite(message.measured_s) and message.measured_s >= 0):
-        raise SpecError(
-            f"step {message.step} was measured as {message.measured_s} s; seconds are finite and "
-            "at least 0. Leave measured_s out where a step was not measured."
-        )
+    _require_seconds(message.measured_s, "measured_s of step %d", message.step)
     return message.measured_s
 
 
@@ -178,5 +174,8 @@ def _fields(message: Any, noun: Any) -> dict[str, Any]:
 
 def _require_seconds(seconds: float, what: str, *of: object) -> None:
     """`what`, filled in with `of`, names them where they are no seconds."""
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise SpecError(f"{what % of} is {seconds} s; seconds are finite and at least 0.")
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise SpecError(
+            f"{what % of} is {seconds} s; from 0 to {MOST_SECONDS:.0e} are taken. Leave it out "
+            "where it was not measured."
+        )

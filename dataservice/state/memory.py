@@ -58,11 +58,11 @@ class MemoryStateStore:
                 )
                 self._specs.setdefault(job.name, {}).setdefault(spec.version, spec)
 
-    def specs(self, job: str) -> list[SpecRecord]:
-        """Every version of a job's file, by version."""
+    def specs(self, job: str, behind: int = 0) -> list[SpecRecord]:
+        """The versions of a job's file that come after this one, by version."""
         with self._turn:
             versions = self._specs.get(job, {})
-            return [versions[number] for number in sorted(versions)]
+            return [versions[number] for number in sorted(versions) if number > behind]
 
     def job(self, name: str) -> JobRecord | None:
         """One job, or None."""

@@ -45,9 +45,10 @@ class SqliteStateStore(SqliteLedger, SqliteQuarantine):
                     (job.name, job.spec_version, job.spec_json, time.time()),
                 )
 
-    def specs(self, job: str) -> list[SpecRecord]:
-        """Every version of a job's file, by version."""
-        return self._select(SpecRecord, "FROM specs WHERE job = ? ORDER BY version", job)
+    def specs(self, job: str, behind: int = 0) -> list[SpecRecord]:
+        """The versions of a job's file that come after this one, by version."""
+        rows = "FROM specs WHERE job = ? AND version > ? ORDER BY version"
+        return self._select(SpecRecord, rows, job, behind)
 
     def job(self, name: str) -> JobRecord | None:
         """One job, or None."""

@@ -43,6 +43,7 @@ def test_a_cursor_that_was_altered_is_refused_and_named(name, value):
         ({"step": True}, "other values"),
         ({"epoch": float("inf")}, "other values"),
         ({"position": 10**40}, "other values"),
+        ({"step": 2**63 - 1}, "other values"),
         ({"order": 3}, "other values"),
     ],
 )

@@ -116,6 +116,8 @@ async def test_a_step_that_any_attempt_planned_is_refused(store):
     assert last >= 5
     with pytest.raises(ConflictError, match=rf"up to {last}\. Begin at step {last + 1}"):
         await coordinator.recost("job", COST, 5)
+    with pytest.raises(SpecError, match="the last step is"):
+        await coordinator.recost("job", COST, 2**63 - 1)
     assert (await coordinator.recost("job", COST, last + 1)).from_step == last + 1
     await coordinator.stop()
 

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from benchmarks.cut_microbatches import microbatches
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import NotFoundError, SpecError
+from dataservice.core.errors import NotFoundError, QuotaError, SpecError
 from dataservice.core.job import SkipRecord
 from dataservice.core.topology import Topology
+from dataservice.engine import jobs
 from dataservice.engine.api import EndOfData, SkippedSteps
 from dataservice.engine.planner import draw_step, pass_over, plan_step
 from dataservice.engine.skips import Skips
 from dataservice.state.memory import MemoryStateStore
+from tests.engine.counted import calls_of
 from tests.engine.sessions import leave, open_all
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.ledger import ledger_of
@@ -79,6 +81,16 @@ def trained(shards) -> Counter[int]:
     )
 
 
+class Compared(int):
+    """A number whose comparisons are calls."""
+
+    def __lt__(self, other):
+        return int(self) < int(other)
+
+    def __gt__(self, other):
+        return int(self) > int(other)
+
+
 # ---- which steps --------------------------------------------------------------------------
 
 ranges = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda r: (r[0], r[0] + r[1]))
@@ -104,6 +116,26 @@ def test_of_the_records_that_name_a_step_the_last_that_holds_counts(made, attemp
         assert skips.next_trained(step) == next(n for n in range(step, 99) if n not in skipped)
         expected = sum(n not in skipped for n in range(step, 45))
         assert skips.trained_between(step, 44) == expected
+
+
+def test_four_times_the_records_take_an_attempt_about_four_times_the_work():
+    def comparisons(count):
+        apart = [record(n, Compared(2 * n), Compared(2 * n)) for n in range(count)]
+        return calls_of(lambda: Skips(apart, attempt=1))
+
+    assert comparisons(4000) < 5 * comparisons(1000)
+
+
+async def test_a_job_has_so_many_ranges_of_skipped_steps_and_is_told_so(monkeypatch, store):
+    monkeypatch.setattr(jobs, "MOST_SKIPS", 3)
+    coordinator = make_coordinator(store, Books(), make_setup())
+    await coordinator.submit("job", "")
+    await coordinator.skip("job", [(0, 0), (2, 2)], "skip")
+    with pytest.raises(QuotaError, match="2 ranges of steps were given, job 'job' has 2, and 3"):
+        await coordinator.skip("job", [(4, 4), (6, 6)], "skip")
+    assert len(store.skips("job")) == 2
+    await coordinator.skip("job", [(0, 9)], "train")
+    await coordinator.stop()
 
 
 @pytest.mark.parametrize("window", [1, 4])

@@ -11,11 +11,18 @@ import pytest
 from benchmarks.cut_microbatches import microbatches
 from dataservice.core.cost import ContextCost
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import ConflictError, CursorMismatchError, IndexStaleError
+from dataservice.core.errors import (
+    ConflictError,
+    CursorMismatchError,
+    IndexStaleError,
+    QuotaError,
+)
 from dataservice.core.job import BatchSize, JobRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.plan_options import CostModel, PlanOptions
+from dataservice.engine import registration, versions
 from dataservice.engine.coordinator import Coordinator
+from dataservice.engine.spec_changes import spec_changes
 from dataservice.sources.mixture import Mixture
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
@@ -217,6 +224,38 @@ async def test_other_data_are_refused_by_what_differs_and_no_remedy_kills_a_chec
     status = await coordinator.job("job")
     assert (status.record.spec_version, status.versions) == (1, ())
     assert len(store.specs("job")) == 1
+    await coordinator.stop()
+
+
+async def test_two_versions_are_compared_once_and_a_list_of_jobs_compares_none(store, monkeypatch):
+    compared = []
+
+    def counted(before: str, after: str) -> Any:
+        compared.append((before, after))
+        return spec_changes(before, after)
+
+    monkeypatch.setattr(versions, "spec_changes", counted)
+    coordinator = service(store)
+    for epochs in range(1, 5):
+        await coordinator.submit(job_file(epochs=epochs), "")
+    (listed,) = await coordinator.jobs()
+    shown = [await coordinator.job("job") for _ in range(3)]
+    assert len(compared) == 3
+    assert [v.changes for v in shown[0].versions] == ["", "epochs: 1 → 2", "epochs: 2 → 3",
+                                                      "epochs: 3 → 4"]  # fmt: skip
+    assert [each.versions for each in shown] == [shown[0].versions] * 3
+    assert (listed.record.spec_version, listed.versions) == (4, ())
+    await coordinator.stop()
+
+
+async def test_a_job_has_so_many_versions_and_is_told_so(store, monkeypatch):
+    monkeypatch.setattr(registration, "MOST_VERSIONS", 2)
+    coordinator = service(store)
+    for epochs in (1, 2):
+        await coordinator.submit(job_file(epochs=epochs), "")
+    with pytest.raises(QuotaError, match=r"has 2 versions .* under another name"):
+        await coordinator.submit(job_file(epochs=3), "")
+    assert (await coordinator.submit(job_file(epochs=2), "")).record.spec_version == 2
     await coordinator.stop()
 
 
