@@ -73,6 +73,8 @@ job, and of its validation where it has one. Raises SpecError where the file is 
 MOST_RANGES = 1000
 MOST_SKIPS = 10_000
 """Ranges that are kept for a job, of all calls: each attempt looks through them as it begins."""
+MOST_COSTS = 1000
+"""Changes of its costs that are kept for a job."""
 
 Restore = Callable[[RunningJob, JobSetup, AttemptRecord], Awaitable[None]]
 """Bring back the attempt that ran last, now that its job is open."""
@@ -366,6 +368,13 @@ class JobTable:
                     f"step {record.from_step} of job {job!r} was planned already, as was every "
                     f"step up to {planned}. Begin at step {planned + 1} or later, or leave the "
                     "step out."
+                )
+            known = await in_store(self._store.costs, job)
+            kept = sum(change.from_step < record.from_step for change in known)
+            if kept >= MOST_COSTS:
+                raise QuotaError(
+                    f"the costs of job {job!r} were changed {kept:,} times, and no more changes "
+                    "are kept. Submit the job under another name, with the costs that it has now."
                 )
             await in_store(self._store.put_cost, record)
             await self._use_changes(running)

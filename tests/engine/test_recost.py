@@ -7,8 +7,15 @@ import pytest
 
 from dataservice.core.cost import ContextCost
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import ConflictError, NotFoundError, PlanningError, SpecError
+from dataservice.core.errors import (
+    ConflictError,
+    NotFoundError,
+    PlanningError,
+    QuotaError,
+    SpecError,
+)
 from dataservice.core.plan_options import CostModel
+from dataservice.engine import jobs
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.sessions import open_all, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
@@ -119,6 +126,17 @@ async def test_a_step_that_any_attempt_planned_is_refused(store):
     with pytest.raises(SpecError, match="the last step is"):
         await coordinator.recost("job", COST, 2**63 - 1)
     assert (await coordinator.recost("job", COST, last + 1)).from_step == last + 1
+    await coordinator.stop()
+
+
+async def test_a_job_has_so_many_changes_of_its_costs_and_is_told_so(store, monkeypatch):
+    monkeypatch.setattr(jobs, "MOST_COSTS", 2)
+    coordinator, _ = await running(store)
+    for step in (100, 200):
+        await coordinator.recost("job", COST, step)
+    with pytest.raises(QuotaError, match="changed 2 times"):
+        await coordinator.recost("job", COST, 300)
+    await coordinator.recost("job", COST, 200)  # in place of the other
     await coordinator.stop()
 
 
