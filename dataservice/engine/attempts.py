@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import ConflictError, FencedError, ServiceError
+from dataservice.core.errors import ConflictError, FencedError, QuotaError, ServiceError
 from dataservice.core.job import AttemptRecord, SkipRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.topology import Topology
@@ -33,6 +33,10 @@ from dataservice.engine.tasks import detach
 from dataservice.engine.threads import in_store
 
 log = logging.getLogger(__name__)
+
+MOST_FORMING = 64
+"""Launches of one job that may wait for their ranks at once: a restart that overtakes another has
+two."""
 
 
 class Attempts:
@@ -55,8 +59,8 @@ class Attempts:
     ) -> Attempt:
         """The attempt that a rank may join now: one that forms of its launch, or a new one.
         Raises ConflictError where the job drains, RankClaimedError where another client holds the
-        rank, FencedError where a newer launch trains, NotFoundError where the job was deleted since
-        the rank asked."""
+        rank, FencedError where a newer launch trains, QuotaError where too many form, NotFoundError
+        where the job was deleted since the rank asked."""
         if job.deleted:
             raise was_deleted(job.record.name)
         if job.record.state == "draining":
@@ -75,6 +79,11 @@ class Attempts:
             job.launches.renew(launch)
         attempt = job.forming_of(launch)
         if attempt is None:
+            if len(live) >= MOST_FORMING:
+                raise QuotaError(
+                    f"{len(live)} starts of job {job.record.name!r} wait for ranks already, and no "
+                    "more may. Stop trainers whose other ranks do not come."
+                )
             attempt = job.forming[launch] = Attempt(
                 job=job.record.name,
                 number=running.number + 1 if running is not None else 1,

@@ -4,6 +4,8 @@ A launch is one start of all ranks: one `torchrun`, one step of a cluster's sche
 comes from the client and is the same for all its ranks; a launcher that has none gives "".
 """
 
+import math
+
 MOST_LAUNCHES = 1000
 
 
@@ -11,21 +13,22 @@ class Launches:
     """Names of launches, the newest last. "" is neither newer nor older than another."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
+        self._seen: dict[str, int] = {}  # when each was, counted
 
     def see(self, launch: str) -> None:
         """A rank of this launch is here."""
-        if launch and launch not in self._names:
-            self._names = [*self._names[-MOST_LAUNCHES:], launch]
+        if launch and launch not in self._seen:
+            self.renew(launch)
 
     def renew(self, launch: str) -> None:
-        """This launch is the newest again: the newer ones have left."""
-        if launch in self._names:
-            self._names.remove(launch)
-        self.see(launch)
+        """This launch is the newest, or is so again: the newer ones have left."""
+        if not launch:
+            return
+        self._seen.pop(launch, None)
+        self._seen[launch] = 1 + next(reversed(self._seen.values()), 0)
+        if len(self._seen) > MOST_LAUNCHES:
+            del self._seen[next(iter(self._seen))]
 
     def replaces(self, newer: str, older: str) -> bool:
-        """Whether the service first saw `newer` after `older`."""
-        if newer not in self._names or older not in self._names:
-            return False
-        return self._names.index(newer) > self._names.index(older)
+        """Whether the service first saw `newer` after `older`. O(1)."""
+        return self._seen.get(newer, 0) > self._seen.get(older, math.inf)

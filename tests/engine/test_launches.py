@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
-from dataservice.core.errors import FencedError, RankClaimedError, WorldSizeError
+from dataservice.core.errors import FencedError, QuotaError, RankClaimedError, WorldSizeError
+from dataservice.engine import attempts
 from dataservice.engine.attempt import Attempt
+from dataservice.engine.launches import Launches
 from tests.engine.sessions import only_missing, open_all, open_rank, shard_of, train
 from tests.engine.support import Books, make_coordinator, make_setup
 
@@ -87,6 +89,36 @@ async def test_late_ranks_of_a_launch_that_was_replaced_fence_nobody(store):
             await open_rank(coordinator, rank, launch="X")
     assert len(await train(coordinator, sessions, 0, 100)) == 13
     await coordinator.stop()
+
+
+async def test_so_many_launches_of_a_job_wait_for_their_ranks_and_no_more(store, monkeypatch):
+    monkeypatch.setattr(attempts, "MOST_FORMING", 2)
+    coordinator = await submitted(store)
+    older = opening(coordinator, "X", 0)
+    await only_missing(coordinator, 1)
+    newer = opening(coordinator, "Y", 1)
+    await only_missing(coordinator, 0)
+    with pytest.raises(QuotaError, match="2 starts of job 'job' wait for ranks"):
+        await open_rank(coordinator, 0, launch="Z")
+    sessions = [await open_rank(coordinator, 0, launch="Y"), await newer]
+    assert {opened.attempt for opened in sessions} == {1}
+    with pytest.raises(FencedError):
+        await older
+    await coordinator.stop()
+
+
+def test_of_many_launches_the_last_thousand_keep_their_order():
+    launches = Launches()
+    for number in range(1500):
+        launches.see(f"launch {number}")
+    launches.renew("launch 700")
+    launches.see("launch 800")
+    assert launches.replaces("launch 700", "launch 1499")
+    assert launches.replaces("launch 1499", "launch 800")
+    assert not launches.replaces("launch 800", "launch 1499")
+    for unknown in ("launch 400", "", "another"):
+        assert not launches.replaces(unknown, "launch 1499")
+        assert not launches.replaces("launch 1499", unknown)
 
 
 async def test_the_order_of_launches_outlives_the_coordinator(store):
