@@ -6,11 +6,16 @@ for; each holds its numbers in a tensor of the CPU. Every operation on them goes
 numbers on the host (item, tolist, bool, nonzero, a copy to the CPU, a mask as an index) is noted,
 and so is what copies numbers of the host to it and does not return before they are there. A copy
 that need not be waited for is not noted; that its memory is pinned, as it must be, shows on a GPU
-only.
+only. Each note says which file it is of (``waiting_file``).
 """
 
+import traceback
+from pathlib import Path
+
 import torch
-from torch._C import _DisableTorchDispatch
+import torch.distributed as dist
+from torch._C import _current_autograd_node, _DisableTorchDispatch
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -22,11 +27,46 @@ NUMBERS = {"_local_scalar_dense", "equal", "is_nonzero"}  # which end up in Pyth
 # Sizes of results are known there only.
 SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 INDEXED = {"index", "index_put", "index_put_"}
+WORKS = []  # kept, as torch holds what is below a work, and not the object of Python
+
+PACKAGES = Path(torch.__file__).parents[1]  # the folder that holds torch's
+PROJECT = Path(__file__).parents[3]
+# What wraps a model, and what goes through its graph: parts of torch with waits of their own. All
+# else of torch, the tensors of FSDP2 among it, waits for whoever calls it.
+WAITING_PARTS_OF_TORCH = ("torch/distributed/fsdp", "torch/nn/parallel")
+BACKWARD = "torch/autograd/graph.py"
+OF_A_NODE, BEHIND_ALL_NODES = "a node of a backward pass", "what ends a backward pass"
 
 
 def name_of(operation):
     """As in "add" of "aten.add.Tensor"."""
     return str(operation).split(".")[1]
+
+
+class Wait(str):
+    """What waited; ``by`` says for which file."""
+
+    def __new__(cls, what):
+        self = super().__new__(cls, what)
+        self.by = waiting_file()
+        return self
+
+
+def waiting_file():
+    """The innermost file on the stack that is not torch's, or one of a part of torch that has waits
+    of its own. Below the files, where torch goes back through a graph by itself: what is waited
+    for there is a node's, or of no node, as where DDP's reduction ends."""
+    for frame, _ in traceback.walk_stack(None):
+        path = Path(frame.f_code.co_filename)
+        folder = PACKAGES if path.is_relative_to(PACKAGES) else PROJECT
+        name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+        if name == BACKWARD:
+            return BEHIND_ALL_NODES if _current_autograd_node() is None else OF_A_NODE
+        if name.startswith(WAITING_PARTS_OF_TORCH):
+            return name
+        if path != Path(__file__) and not name.startswith("torch/"):
+            return name
+    raise AssertionError("torch was called by somebody")
 
 
 class DeviceTensor(torch.Tensor):
@@ -49,6 +89,10 @@ class DeviceTensor(torch.Tensor):
 
     def __repr__(self):
         return f"DeviceTensor({self.held})"
+
+    def untyped_storage(self):
+        """That of its numbers, which FSDP2 empties and fills again."""
+        return self.held.untyped_storage()
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
@@ -76,6 +120,8 @@ class FakeDevice(TorchDispatchMode):
         features.filters_there.cache_clear()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # which computes with its part of the numbers, and is seen then
         kwargs = kwargs or {}
         self._note(operation, args, kwargs)
         return computed(operation, args, kwargs)
@@ -86,9 +132,9 @@ class FakeDevice(TorchDispatchMode):
         if name in ("_to_copy", "copy_"):
             self._note_copy(name, args, kwargs)
         elif there and (name in NUMBERS | SIZES or by_mask(name, args) or repeats(name, kwargs)):
-            self.reads.append(str(operation))
+            self.reads.append(Wait(str(operation)))
         elif there and name in INDEXED and any(is_on_host(index) for index in args[1]):
-            self.copies.append("an index of the host")
+            self.copies.append(Wait("an index of the host"))
 
     def _note_copy(self, name, args, kwargs):
         if name == "copy_":
@@ -97,9 +143,9 @@ class FakeDevice(TorchDispatchMode):
             from_there, target = isinstance(args[0], DeviceTensor), kwargs.get("device")
             there = from_there if target is None else is_there(target)
         if from_there and not there:
-            self.reads.append("a copy to the host")
+            self.reads.append(Wait("a copy to the host"))
         elif there and not from_there and not (kwargs.get("non_blocking") or True in args[2:]):
-            self.copies.append("a copy to the device")
+            self.copies.append(Wait("a copy to the device"))
 
 
 class _Functions(TorchFunctionMode):
@@ -112,7 +158,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.Tensor.tolist and isinstance(args[0], DeviceTensor):
-            self._device.reads.append("tolist")
+            self._device.reads.append(Wait("tolist"))
             return args[0].held.tolist()
         if function is torch.Tensor.new_tensor:
             kwargs = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
@@ -154,9 +200,37 @@ def computed(operation, args, kwargs):
         kwargs = {**kwargs, "device": torch.device("cpu")}
     with _DisableTorchDispatch():
         result = operation(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs))
+    if operation.namespace == "c10d":
+        return there_when_done(result) if there else result
     if name.endswith("_"):
         return args[0]
     return tree_map(wrapped, result) if there and name not in NUMBERS else result
+
+
+def there_when_done(result):
+    """Of a collective of torch's on numbers of tensors there: (those tensors, its work)."""
+    *tensors, work = result
+    tensors = tree_map(wrapped, tensors)
+    return (*tensors, WorkThere(dist.Work.unbox(work), tensors[0]).boxed())
+
+
+class WorkThere(dist.Work):
+    """A collective over tensors there, on whose numbers gloo works; DDP takes them from its
+    future."""
+
+    def __init__(self, work, tensors):
+        super().__init__()
+        WORKS.append(self)
+        self._work, self._tensors = work, tensors
+
+    def wait(self, *limit):
+        return self._work.wait(*limit)
+
+    def is_completed(self):
+        return self._work.is_completed()
+
+    def get_future(self):
+        return self._work.get_future().then(lambda _: self._tensors)
 
 
 def unwrapped(value):

@@ -1,12 +1,14 @@
-"""The small model on the played device, whose clock is a stream's."""
+"""The small model on the played device, whose clock is a stream's, and gloo that takes it."""
 
 import time
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.trainer_client.runtime.fake_device import THERE, moved
+from tests.trainer_client.runtime.fake_device import THERE, Staged, moved
 from tests.trainer_client.runtime.random_steps import ITEM_WIDTH, Model, make_model
-from trainer_client.runtime import clock, pipeline_timeline
+from trainer_client.runtime import clock, group_pool, pipeline_timeline
 
 # What waits in a step: the start's sum, of a pipeline along row and column; and which gradients
 # there are, which DDP and FSDP know.
@@ -39,25 +41,56 @@ def play_a_stream():
     clock.start_clock = pipeline_timeline.start_clock = PlayedStream
 
 
+def play_a_transport():
+    """Of the pools of this process, which then send tensors there."""
+    make = group_pool.make_transport
+    group_pool.make_transport = lambda *given: Staged(make(*given))
+
+
 class ModelThere(Model):
     def dummy_item(self, modality):
         return torch.ones(1, ITEM_WIDTH[modality], dtype=torch.float64, device=THERE)
 
 
-def model_there():
-    model = make_model(())
+def model_there(make=lambda: make_model(())):
+    model = make()
     model.__class__ = ModelThere
     return moved(model)
 
 
 def from_there(model):
-    """Its gradients, in a model of the CPU."""
+    """Its gradients, in a model of the CPU. Collective where they are sharded."""
     plain = make_model(())
-    for target, source in zip(plain.parameters(), model.parameters(), strict=True):
-        target.grad = None if source.grad is None else source.grad.held
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    for target, source in zip(plain.parameters(), inner.parameters(), strict=True):
+        target.grad = None if source.grad is None else whole_grad(source)
     return plain
 
 
+def whole_grad(parameter):
+    """The numbers of its gradient, of all replicas that have a part of it."""
+    grad = parameter.grad
+    if not isinstance(grad, DTensor):
+        return grad.held
+    part = DTensor.from_local(
+        grad.to_local().held,
+        grad.device_mesh,
+        grad.placements,
+        shape=grad.shape,
+        stride=grad.stride(),
+    )
+    return part.full_tensor()
+
+
 def connected_there(pool):
-    """All replicas, with sums on the device, as NCCL has them."""
+    """All replicas, and groups apart, with sums on the device, as NCCL has them."""
     pool.everyone.device = THERE
+    make_apart = pool.apart
+
+    def apart(members):
+        group = make_apart(members)
+        if group.size > 1:
+            group.device = THERE
+        return group
+
+    pool.apart = apart

@@ -6,7 +6,7 @@ The device is played (see ``fake_device.py``), also its clock, whose times are k
 import pytest
 import torch
 
-from tests.trainer_client.runtime.fake_device import THERE, FakeDevice, Staged
+from tests.trainer_client.runtime.fake_device import OF_A_NODE, THERE, FakeDevice
 from tests.trainer_client.runtime.model_there import (
     IN_A_STEP,
     PlayedStream,
@@ -14,6 +14,7 @@ from tests.trainer_client.runtime.model_there import (
     from_there,
     model_there,
     play_a_stream,
+    play_a_transport,
 )
 from tests.trainer_client.runtime.random_steps import (
     make_model,
@@ -23,15 +24,17 @@ from tests.trainer_client.runtime.random_steps import (
     single_process,
     worst_difference,
 )
-from trainer_client.runtime import GroupPool, evaluate_step, group_pool, run_step
+from trainer_client.runtime import GroupPool, evaluate_step, run_step
+from trainer_client.runtime.host_numbers import HostCopy
 from trainer_client.runtime.phases import PHASES
+
+THIS_FILE = "tests/trainer_client/runtime/test_host_waits.py"
 
 
 def steps_there(rank, size, seeds):
     """For each seed: the microbatches, what waited in the step, and the error of the result."""
     play_a_stream()
-    make = group_pool.make_transport
-    group_pool.make_transport = lambda *arguments: Staged(make(*arguments))
+    play_a_transport()
     return [one_step(rank, size, seed) for seed in seeds]
 
 
@@ -71,8 +74,7 @@ def steps_after_one_another(rank, size):
     """Of two steps of which nobody reads anything: what waited, and how often a clock was read,
     which waits for its last moment."""
     play_a_stream()
-    make = group_pool.make_transport
-    group_pool.make_transport = lambda *arguments: Staged(make(*arguments))
+    play_a_transport()
     samples, found = random_samples(2), []
     shard = make_shard(samples, random_plan(samples, size, (1, 2), 2), size, rank, 2)
     with FakeDevice() as device, GroupPool(timeout_s=60) as pool:
@@ -169,3 +171,26 @@ def test_the_played_device_notes_every_way_of_waiting_for_a_number_to_arrive(way
         copies(there)[way]()
         assert device.copies
         assert not device.reads
+
+
+def waits_for(there):
+    """Ways of waiting for the device, each for one file."""
+    return {
+        THIS_FILE: lambda: float(there.detach().sum()),
+        # What torch reads for its caller.
+        THIS_FILE + ", by torch": lambda: torch.nn.utils.clip_grad_norm_(
+            there, 1.0, error_if_nonfinite=True
+        ),
+        "trainer_client/runtime/host_numbers.py": lambda: HostCopy(there.detach()).read(),
+        OF_A_NODE: lambda: there.to("cpu", non_blocking=True).sum().backward(),
+    }
+
+
+@pytest.mark.parametrize("file", list(waits_for(None)))
+def test_the_played_device_knows_for_which_file_it_is_waited(file):
+    with FakeDevice() as device:
+        there = torch.ones(3).to(THERE).requires_grad_()
+        there.grad = torch.ones(3).to(THERE)
+        device.copies.clear()
+        waits_for(there)[file]()
+        assert (*device.reads, *device.copies)[-1].by == file.split(",")[0]

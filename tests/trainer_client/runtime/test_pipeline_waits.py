@@ -7,12 +7,13 @@ ranks are processes that talk over gloo.
 import pytest
 import torch
 
-from tests.trainer_client.runtime.fake_device import THERE, FakeDevice, Staged
+from tests.trainer_client.runtime.fake_device import THERE, FakeDevice
 from tests.trainer_client.runtime.model_there import (
     IN_A_PIPELINE_STEP,
     PlayedStream,
     model_there,
     play_a_stream,
+    play_a_transport,
 )
 from tests.trainer_client.runtime.posted_order import stuck
 from tests.trainer_client.runtime.random_chunks import cut, only_its_parts
@@ -30,7 +31,6 @@ from trainer_client.runtime import (
     PeerGroup,
     PipelineMesh,
     clock,
-    group_pool,
     pipeline_timeline,
     run_pipeline_step,
     sum_of_stages,
@@ -82,8 +82,7 @@ def clipped_steps(rank, size, asks):
     """By step: what waited in it, and the errors of its loss and norm; what the rank's row summed,
     and the tied gradients. `asks` says which ranks ask for a step's timeline, once it is over."""
     play_a_stream()
-    make = group_pool.make_transport
-    group_pool.make_transport = lambda *arguments: Staged(make(*arguments))
+    play_a_transport()
     waited, errors, tied, timelines = [], [], [], []
     with (
         GroupPool(timeout_s=60, lane="all ranks") as ranks,
