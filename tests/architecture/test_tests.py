@@ -21,6 +21,8 @@ NOT_OURS = {
     "torch.UntypedStorage._new_with_weak_ptr": "torch's, without which nobody sees one emptied",
     "torch.Tensor._make_wrapper_subclass": "torch's documented way to a tensor that wraps another",
     "fully_shard.state(part)._fsdp_param_groups": "torch's, which shows nobody what FSDP2 holds",
+    "_fully_shard._get_device_from_mesh": "torch's, which has FSDP2 compute where its mesh is",
+    "_fsdp_param_group.FSDPParamGroup._validate_no_meta_params": "torch's, of the played device",
     "_attn_implementation": "transformers', whose setter wants a kernel behind the name flash",
     "_validate_device": "torch's, which closes flex attention's backward pass on CPUs to all users",
 }

@@ -6,10 +6,12 @@ most of them empty, so that nobody needs to know how many tokens the others have
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.trainer_client.runtime.random_steps import WIDTH, Model
 from tests.trainer_client.runtime.world_device import DEVICE
-from trainer_client.runtime import exchange_features
+from trainer_client.runtime import ExpertReduction, FsdpReduction, exchange_features
 
 EXPERTS = 4
 ROOM = 200  # tokens for one expert from one replica, more than a microbatch has
@@ -64,3 +66,39 @@ def make_experts():
     for layer in model.layers:
         layer.mlp = SpreadExperts()
     return model.double().to(DEVICE)
+
+
+def spread(pool, size, model=None):
+    """The model with this replica's experts, and the sum of its gradients; expert groups are of
+    `size` consecutive replicas. ``model``: with all experts, by default a new one."""
+    model, replica = model or make_experts(), pool.replica
+    first = replica - replica % size
+    group = pool.apart(range(first, first + size))
+    for layer in model.layers:
+        layer.mlp.spread(group)
+    experts = [layer.mlp.experts for layer in model.layers]
+    holders = range(replica % size, pool.replicas, size)
+    return model, ExpertReduction(model, pool, experts=experts, holders=holders)
+
+
+def sharded(pool, size, model=None, **choices):
+    """The same, each expert sharded over its holders and everything else over all replicas."""
+    model, _ = spread(pool, size, model)
+    mesh = init_device_mesh(
+        DEVICE.type, (pool.replicas // size, size), mesh_dim_names=("holders", "group")
+    )
+    experts = [expert for layer in model.layers for expert in layer.mlp.experts]
+    for expert in experts:
+        fully_shard(expert, mesh=mesh["holders"])
+    for part in (*model.encoders.values(), *model.layers, model):
+        fully_shard(part)
+    return model, FsdpReduction(model, pool.everyone, experts=experts, **choices)
+
+
+def own_name(name, first):
+    """The name that a parameter has where all experts are in one process."""
+    if ".experts." not in name:
+        return name
+    layer, _, rest = name.partition(".experts.")
+    number, _, part = rest.partition(".")
+    return f"{layer}.experts.{int(number) + first}.{part}"

@@ -8,7 +8,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_client.runtime.posted_order import Post, stuck
 from tests.trainer_client.runtime.random_chunks import HIDDEN, cut, only_its_parts
-from tests.trainer_client.runtime.random_experts import EXPERTS, make_experts
+from tests.trainer_client.runtime.random_experts import (
+    EXPERTS,
+    make_experts,
+    own_name,
+    sharded,
+    spread,
+)
 from tests.trainer_client.runtime.random_steps import (
     make_model,
     make_shard,
@@ -37,49 +43,13 @@ def shards_of(seed):
     return samples, [make_shard(samples, waves, REPLICAS, rank, seed) for rank in range(REPLICAS)]
 
 
-def spread(pool, size):
-    """The model with this replica's experts, and the sum of its gradients; expert groups are of
-    `size` consecutive replicas."""
-    model, replica = make_experts(), pool.replica
-    first = replica - replica % size
-    group = pool.apart(range(first, first + size))
-    for layer in model.layers:
-        layer.mlp.spread(group)
-    experts = [layer.mlp.experts for layer in model.layers]
-    holders = range(replica % size, pool.replicas, size)
-    return model, ExpertReduction(model, pool, experts=experts, holders=holders)
-
-
-def sharded(pool, size, **choices):
-    """The same, each expert sharded over its holders and everything else over all replicas."""
-    model, _ = spread(pool, size)
-    mesh = init_device_mesh(
-        DEVICE.type, (REPLICAS // size, size), mesh_dim_names=("holders", "group")
-    )
-    experts = [expert for layer in model.layers for expert in layer.mlp.experts]
-    for expert in experts:
-        fully_shard(expert, mesh=mesh["holders"])
-    for part in (*model.encoders.values(), *model.layers, model):
-        fully_shard(part)
-    return model, FsdpReduction(model, pool.everyone, experts=experts, **choices)
-
-
-def own_name(name, first):
-    """The name that a parameter has where all experts are in one process."""
-    if ".experts." not in name:
-        return name
-    layer, _, rest = name.partition(".experts.")
-    number, _, part = rest.partition(".")
-    return f"{layer}.experts.{int(number) + first}.{part}"
-
-
 def spread_cases(rank, size, cases):
-    found = {}
+    found, makers = {}, {"spread": spread, "sharded": sharded}
     for seed, of_group, ahead, make, *choices in cases:
         samples, shards = shards_of(seed)
         loss, grads = single_process(make_experts(), samples)
         with GroupPool(timeout_s=60, lane=f"{seed} {of_group}") as pool:
-            model, reduction = globals()[make](pool, of_group, **dict(choices))
+            model, reduction = makers[make](pool, of_group, **dict(choices))
             result = run_step(model, shards[rank], pool, gradients=reduction, features_ahead=ahead)
         first = rank % of_group * (EXPERTS // of_group)
         worst = abs(result.loss - loss) / abs(loss)

@@ -13,6 +13,8 @@ each hundredth, it reads its own clock of the step before, as the last microbatc
 """
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +41,7 @@ AT_THE_START = ("a copy to the host", "trainer_client/runtime/host_numbers.py")
 OF_DDP = ("a copy to the host", BEHIND_ALL_NODES)
 CHOICES = {
     "fsdp": {},
+    "hsdp": {},
     "fsdp, every microbatch": {"every_microbatch": True},
     "fsdp, weights kept": {"keep_weights": True},
 }
@@ -49,8 +52,12 @@ def wrapped_there(how):
     model = model_there()
     if how == "ddp":
         return DistributedDataParallel(model, find_unused_parameters=True)
+    mesh = None
+    if how == "hsdp":
+        ranks = torch.distributed.get_world_size()
+        mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replicate", "shard"))
     for part in (*model.encoders.values(), *model.layers, model):
-        fully_shard(part)
+        fully_shard(part, mesh=mesh)
     return model
 
 
