@@ -11,6 +11,8 @@ exact ones, and times and bytes have none.
 | row | figure | bar |
 |---|---|---|
 | ring against fp64 | error of output and gradients, by head width and degree | 2 × a fused call |
+| ring by FlashAttention 3 | the same; skipped where it is not installed | 2 × version 2 |
+| ring with MLA's heads | the same, queries and keys of 192, values of 128 | 2 × a fused call |
 | masks | windows, spans, bidirectional, by flash and flex attention, against fp64 | as above |
 | compiled layer | one graph for packs of all lengths | 2 × the layer as it is |
 | whole step | four processes on the GPU, over gloo and NCCL, against one | fp64 1e-10, bf16 2 × |
@@ -69,6 +71,10 @@ def parity(size: Size, device: torch.device) -> Iterator[Row]:
     dtype = torch.bfloat16 if on_gpu else torch.float64
     small = TINY if size is TINY else PARITY
     yield from shown("rings", lambda: runtime_parity.ring_rows(size, device, dtype))
+    yield from shown(
+        "rings by FlashAttention 3", lambda: runtime_parity.flash3_rows(size, device, dtype)
+    )
+    yield from shown("rings with MLA's heads", lambda: runtime_parity.mla_rows(size, device, dtype))
     yield from shown("masks", lambda: runtime_parity.mask_rows(size, device, dtype))
     yield from shown("a compiled layer", lambda: runtime_parity.compiled_rows(small, device, dtype))
     for backend in ("gloo", "nccl") if on_gpu else ("gloo",):

@@ -22,7 +22,8 @@ PATCH_VALUES = 3 * TEMPORAL_PATCH * PATCH**2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """What is run. `memory_tokens` is one microbatch's room, as in a job file."""
+    """What is run. `memory_tokens` is one microbatch's room, as in a job file; `mla_dims` are the
+    widths of queries and keys, and of values."""
 
     width: int = 4096
     heads: int = 32
@@ -45,6 +46,7 @@ class Size:
     loss_shape: tuple[int, int] = (16384, 152_064)
     parity_dims: tuple[int, ...] = (64, 128, 256)
     parity_degrees: tuple[int, ...] = (2, 3, 4, 8)
+    mla_dims: tuple[int, int] = (192, 128)
     parity_lengths: tuple[int, ...] = (1, 1, 700, 33, 1, 2048)
     parity_tokens: int = 2048
 
@@ -54,7 +56,7 @@ TINY = Size(
     vision_layers=1, lengths=(16, 32, 48, 64, 96, 128), patches=(8, 16, 32, 48, 64, 96),
     ring_tokens=(96,), memory_tokens=2048, samples=8, tiles=2, tile_px=(56, 56),
     step_tokens=96, step_bytes=2**16, turns=2, parity_dims=(8,),
-    parity_degrees=(2, 3, 8), parity_lengths=(1, 1, 40, 7, 1), parity_tokens=96,
+    parity_degrees=(2, 3, 8), mla_dims=(12, 8), parity_lengths=(1, 1, 40, 7, 1), parity_tokens=96,
 )  # fmt: skip
 
 

@@ -1,11 +1,14 @@
 """Whether the in-rank runtime computes the right thing on a device, before anything is timed.
 
 ring        every member of a ring in turn, on one device, against fp64
+flash3      the same by FlashAttention 3, where it is installed
+mla         the same with values narrower than queries and keys
 masks       windows, spans and whole attention by the kernels that take them, against fp64
 compiled    a layer as one graph for packs of all lengths, against the same layer as it is
 whole step  four processes on one device, with CP groups and exchanges, against one process
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,17 +18,21 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from benchmarks.runtime_model import Block, Size
 from benchmarks.runtime_ranks import step_in_processes, step_of_one_process
 from benchmarks.runtime_rows import Row
 from trainer_client.positions import held_rows
 from trainer_client.runtime import PackedAttention, PeerGroup
-from trainer_client.runtime.block_attention import Kernel
+from trainer_client.runtime.block_attention import Kernel, lacking_flash
 
 EXACT = 1e-10
 HALF_SLACK = 2.0  # of half precision: how many times a fused call's own error
 PROCESSES = 4
+HEADS = 8
+
+FLASH3_PACKAGE = "flash_attn_interface"  # as torch imports it
 
 Tensors = tuple[Tensor, ...]
 
@@ -33,7 +40,8 @@ Tensors = tuple[Tensor, ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
     """Queries, keys, values and the gradient of the output of a pack, [tokens, heads, dim], with
-    the padded `bounds` of its samples and their true `lengths`."""
+    the padded `bounds` of its samples and their true `lengths`. Values and output may be of another
+    width than queries and keys."""
 
     bounds: list[int]
     lengths: list[int]
@@ -131,34 +139,104 @@ def ring_rows(size: Size, device: torch.device, dtype: torch.dtype) -> Iterator[
     for dim in size.parity_dims:
         for degree in size.parity_degrees:
             pack = random_pack(size.parity_lengths, degree, dim, device)
-            truth = dense(pack)
-            found = errors(ring(pack.to(dtype), degree), truth)
-            limit = EXACT
-            if dtype.itemsize < 4:
-                limit = HALF_SLACK * max(errors(ring(pack.to(dtype), 1), truth))
-            yield Row(
-                what=f"ring of {degree} against fp64, heads of {dim}, grouped queries, samples of "
-                "1 token: output and gradients",
-                figure=f"{max(found):.1e} relative",
-                bar=f"≤ {limit:.1e}",
-                met=max(found) <= limit,
-            )
+            yield ring_row(pack, degree, dtype, f"heads of {dim}, grouped queries")
+
+
+def flash3_rows(size: Size, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+    """The same by FlashAttention 3, which torch's own switch puts in the place of 2 for as long;
+    where there is none, one row that says why."""
+    if lacking := lacking_flash3(device):
+        what = "ring by FlashAttention 3 against fp64"
+        yield Row(what=what, figure=f"skipped: {lacking}", bar=f"≤ {HALF_SLACK:g} × version 2")
+        return
+    degrees = 1, max(size.parity_degrees)
+    packs = [
+        (dim, degree, random_pack(size.parity_lengths, degree, dim, device))
+        for dim in size.parity_dims
+        for degree in degrees
+    ]
+    limits = [limit_of(pack, dtype) for *_, pack in packs]  # by version 2, before it is switched
+    activate_flash_attention_impl("FA3")
+    try:
+        for (dim, degree, pack), limit in zip(packs, limits, strict=True):
+            what = f"heads of {dim}, grouped queries, FlashAttention 3"
+            yield ring_row(pack, degree, dtype, what, kernel="flash3", limit=limit)
+    finally:
+        restore_flash_attention_impl()
+
+
+def lacking_flash3(device: torch.device) -> str:
+    """Why there is no FlashAttention 3 here; empty where there is one."""
+    if device.type != "cuda":
+        return "it runs on GPUs"
+    if importlib.util.find_spec(FLASH3_PACKAGE) is None:
+        return f"{FLASH3_PACKAGE}, the package that has it, is not installed"
+    return lacking_flash(device, "FA3")
+
+
+def mla_rows(size: Size, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+    """The same with the heads of multi-head latent attention (DeepSeek-V2, section 2.1): values are
+    narrower than queries and keys, and each query head has keys of its own."""
+    dim, value_dim = size.mla_dims
+    for degree in size.parity_degrees:
+        pack = random_pack(
+            size.parity_lengths, degree, dim, device, kv_heads=HEADS, value_dim=value_dim
+        )
+        what = f"queries and keys of {dim}, values of {value_dim} (MLA)"
+        yield ring_row(pack, degree, dtype, what)
+
+
+def ring_row(
+    pack: Pack,
+    degree: int,
+    dtype: torch.dtype,
+    what: str,
+    *,
+    kernel: Kernel = "auto",
+    limit: float | None = None,
+) -> Row:
+    """The error of a ring over a pack, against fp64; `limit` by default that of ``limit_of``."""
+    found = max(errors(ring(pack.to(dtype), degree, kernel), dense(pack)))
+    limit = limit_of(pack, dtype) if limit is None else limit
+    return Row(
+        what=f"ring of {degree} against fp64, {what}, samples of 1 token: output and gradients",
+        figure=f"{found:.1e} relative",
+        bar=f"≤ {limit:.1e}",
+        met=found <= limit,
+    )
+
+
+def limit_of(pack: Pack, dtype: torch.dtype) -> float:
+    """The largest error that is right: in half precision by a fused call's own, else none."""
+    if dtype.itemsize >= 4:
+        return EXACT
+    return HALF_SLACK * max(errors(ring(pack.to(dtype), 1), dense(pack)))
 
 
 def random_pack(
-    lengths: Sequence[int], degree: int, dim: int, device: torch.device, heads: int = 8
+    lengths: Sequence[int],
+    degree: int,
+    dim: int,
+    device: torch.device,
+    *,
+    heads: int = HEADS,
+    kv_heads: int | None = None,
+    value_dim: int | None = None,
 ) -> Pack:
-    """In fp64, rounded to bf16 so that half precision starts from the same numbers."""
+    """In fp64, rounded to bf16 so that half precision starts from the same numbers. By default four
+    heads of queries share one of keys and values, and all heads have one width."""
     unit = 2 * degree
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + -(-length // unit) * unit)
     generator = torch.Generator(device).manual_seed(dim * 100 + degree)
+    kv_heads, value_dim = kv_heads or heads // 4, value_dim or dim
+    shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim)
     tensors = tuple(
-        torch.randn(bounds[-1], count, dim, dtype=torch.float64, device=device, generator=generator)
+        torch.randn(bounds[-1], *shape, dtype=torch.float64, device=device, generator=generator)
         .bfloat16()
         .double()
-        for count in (heads, heads // 4, heads // 4, heads)
+        for shape in shapes
     )
     return Pack(bounds=bounds, lengths=list(lengths), tensors=tensors)
 
@@ -175,19 +253,19 @@ def dense(pack: Pack, mask: Mask = CAUSAL) -> Tensors:
         scores = torch.einsum("qhd,khd->hqk", q[own], keys) * q.shape[-1] ** -0.5
         weights = scores.masked_fill(~mask.visible(own, q.device), -torch.inf).softmax(-1)
         pieces.append(torch.einsum("hqk,khd->qhd", weights, values))
-        pieces.append(q.new_zeros(stop - start - length, *q.shape[1:]))
+        pieces.append(q.new_zeros(stop - start - length, *grad.shape[1:]))
     out = torch.cat(pieces)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
 
 
-def ring(pack: Pack, degree: int) -> Tensors:
+def ring(pack: Pack, degree: int, kernel: Kernel = "auto") -> Tensors:
     """The same, by each member of a ring in turn."""
     bounds = torch.tensor(pack.bounds).numpy()
     rows = [torch.from_numpy(held_rows(bounds, degree, r)) for r in range(degree)]
     parts = [
         tuple(tensor[own.to(tensor.device)].contiguous() for tensor in pack.tensors) for own in rows
     ]
-    like = (pack.tensors[0], *pack.tensors[:3])
+    like = (pack.tensors[3], *pack.tensors[:3])  # the output is as wide as its gradient
     whole = tuple(torch.zeros_like(tensor, dtype=torch.float64) for tensor in like)
     for member, (q, k, v, grad) in enumerate(parts):
         q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
@@ -197,7 +275,7 @@ def ring(pack: Pack, degree: int) -> Tensors:
             group=cast(PeerGroup, group) if degree > 1 else None,
             lengths=pack.lengths,
         )
-        out = attention(q, k, v)
+        out = attention(q, k, v, kernel=kernel)
         of_q, of_k, of_v = torch.autograd.grad(out, (q, k, v), grad)
         own = rows[member].to(q.device)
         whole[0][own] += out.detach()
@@ -215,9 +293,7 @@ def mask_rows(size: Size, device: torch.device, dtype: torch.dtype) -> Iterator[
     kernels: tuple[Kernel, ...] = ("flash", "flex") if device.type == "cuda" else ("plain",)
     for dim in size.parity_dims:
         pack = random_pack(size.parity_lengths, 1, dim, device)
-        limit = EXACT
-        if dtype.itemsize < 4:
-            limit = HALF_SLACK * max(errors(ring(pack.to(dtype), 1), dense(pack)))
+        limit = limit_of(pack, dtype)
         # Compiled kernels take seconds for each kind of mask and width.
         for mask in MASKS if dim == size.parity_dims[0] else (MASKS[0], MASKS[-1]):
             for kernel in kernels:

@@ -1,5 +1,6 @@
 """The GPU benchmark walks its whole path on the CPU, needs nothing of the service, and fits."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -25,7 +26,8 @@ def test_the_tiny_run_gives_every_row_and_measurements_to_calibrate(tmp_path):
     assert runtime_gpu.main([str(argument) for argument in arguments]) == 0
     text = table.read_text()
     for part in ("attention kernel", "cost model, llm", "cost model, vision", "ring of 8 over",
-                 "ring of 8 against fp64", "padded / packed", "copies of", "run_step over a bare",
+                 "ring of 8 against fp64", "FlashAttention 3 against fp64 | skipped",
+                 "values of 8 (MLA)", "padded / packed", "copies of", "run_step over a bare",
                  "run_step in 4 processes", "host waits", "peak bytes", "toy sizes"):  # fmt: skip
         assert part in text
     assert "NOT MET" not in text
@@ -40,8 +42,52 @@ def test_every_ring_is_exact_on_a_cpu():
     assert all(row.met for row in rows), rows
 
 
+def test_every_ring_with_narrower_values_is_exact_on_a_cpu():
+    rows = list(runtime_parity.mla_rows(TINY, CPU, torch.float64))
+    assert len(rows) == len(TINY.parity_degrees)
+    assert all("queries and keys of 12, values of 8" in row.what for row in rows)
+    assert all(row.met for row in rows), rows
+
+
+def test_flash_attention_3_is_skipped_with_a_word_where_it_is_not_to_be_had(monkeypatch):
+    (row,) = runtime_parity.flash3_rows(TINY, CPU, torch.float64)
+    assert (row.figure, row.met) == ("skipped: it runs on GPUs", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (row,) = runtime_parity.flash3_rows(TINY, torch.device("cuda"), torch.bfloat16)
+    assert row.figure.startswith("skipped: flash_attn_interface, the package")
+    assert row.met is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_flash_attention_3_is_switched_on_for_its_rows_alone(monkeypatch, fails):
+    switched, plain = [], runtime_parity.ring
+
+    def ring(pack, degree, kernel="auto"):
+        switched.append(kernel)
+        if fails and kernel == "flash3":
+            raise RuntimeError("no such kernel image")
+        return plain(pack, degree)
+
+    monkeypatch.setattr(runtime_parity, "ring", ring)
+    monkeypatch.setattr(runtime_parity, "lacking_flash3", lambda device: "")
+    monkeypatch.setattr(runtime_parity, "activate_flash_attention_impl", switched.append)
+    monkeypatch.setattr(
+        runtime_parity, "restore_flash_attention_impl", lambda: switched.append("back")
+    )
+    rows = runtime_gpu.shown(
+        "flash3", lambda: runtime_parity.flash3_rows(TINY, CPU, torch.bfloat16)
+    )
+    found = [row.met for row in rows]
+    assert found == ([False] if fails else [True, True])
+    asked = ["flash3"] if fails else ["flash3", "flash3"]
+    assert switched == ["auto", "auto", "FA3", *asked, "back"]
+
+
 def test_half_precision_is_judged_by_a_fused_call():
-    rows = list(runtime_parity.ring_rows(TINY, CPU, torch.bfloat16))
+    rows = [
+        *runtime_parity.ring_rows(TINY, CPU, torch.bfloat16),
+        *runtime_parity.mla_rows(TINY, CPU, torch.bfloat16),
+    ]
     assert all(row.met for row in rows), rows
     assert all("e-0" in row.bar for row in rows)
 
