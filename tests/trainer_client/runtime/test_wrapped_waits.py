@@ -70,33 +70,32 @@ def samples_of(seed, modalities):
 
 
 def steps_there(rank, size, how, modalities):
-    """Of a step for each seed: the microbatches, their CP degrees, what waited and for which file,
-    and the error of the result."""
+    """Of steps of one model, one for each seed: the microbatches, their CP degrees, what waited and
+    for which file, and the error of the result."""
     play_a_stream()
     play_a_transport()
     found = []
-    for seed in SEEDS:
-        samples = samples_of(seed, modalities)
-        waves = random_plan(samples, size, (1, 2), seed)
-        shard = make_shard(samples, waves, size, rank, seed)
-        with FakeDevice() as device, GroupPool(timeout_s=60, lane=str(seed)) as pool:
-            play_sharding_there(device)
-            connected_there(pool)
-            model = wrapped_there(how)
-            reduction = None
-            if how in CHOICES:
-                reduction = FsdpReduction(model, pool.everyone, **CHOICES[how])
-            on_device = shard.to(THERE)
+    with FakeDevice() as device, GroupPool(timeout_s=60) as pool:
+        play_sharding_there(device)
+        connected_there(pool)
+        model = wrapped_there(how)
+        reduction = None
+        if how in CHOICES:
+            reduction = FsdpReduction(model, pool.everyone, **CHOICES[how])
+        for seed in SEEDS:
+            samples = samples_of(seed, modalities)
+            waves = random_plan(samples, size, (1, 2), seed)
+            shard = make_shard(samples, waves, size, rank, seed).to(THERE)
+            model.zero_grad()
             device.reads.clear()
             device.copies.clear()
             ahead = seed % 2 == 0
-            result = run_step(model, on_device, pool, gradients=reduction, features_ahead=ahead)
+            result = run_step(model, shard, pool, gradients=reduction, features_ahead=ahead)
             waited = [(str(wait), wait.by) for wait in (*device.reads, *device.copies)]
-            assert result.loss == result.loss
-        plain = make_model(())
-        error = worst_difference(result, from_there(model), *single_process(plain, samples))[1]
-        degrees = {len(members) for wave in waves for members, _ in wave}
-        found.append((len(shard.microbatches), degrees, waited, error))
+            single = single_process(make_model(()), samples)
+            error = worst_difference(result, from_there(model), *single)[1]
+            degrees = {len(members) for wave in waves for members, _ in wave}
+            found.append((len(shard.microbatches), degrees, waited, error))
     return found
 
 
