@@ -5,6 +5,9 @@ of the last microbatch or after it. It gives sums, not averages: DDP and FSDP di
 of replicas, so the loss is multiplied by it. And every replica runs the same modules in every wave
 (``forward_microbatch`` ensures it), because a sharded module gathers its weights, and a wrapped
 one starts its reduction, when it runs.
+
+Gradients that are there when a step begins, of steps before it whose optimizer has not stepped yet,
+are alike on all replicas, and stay what they are beneath the step's own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,12 +17,12 @@ from typing import Protocol
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_client.runtime.faults import LayoutError
 from trainer_client.runtime.group_pool import GroupPool
-from trainer_client.runtime.loss import sum_gradients, sum_gradients_of
+from trainer_client.runtime.loss import share_out, sum_gradients, sum_gradients_of
 from trainer_client.runtime.peers import PeerGroup
 
 
@@ -30,6 +33,11 @@ class GradientReduction(Protocol):
     """
 
     averaged_over: int
+
+    def begin(self) -> None:
+        """Before the first microbatch: gradients that are there come through ``finish`` as they
+        are."""
+        ...
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """Context of a microbatch's forward and backward; ``last`` for the step's last one."""
@@ -80,6 +88,9 @@ class SumReduction:
         self._model = model
         self._everyone = everyone
 
+    def begin(self) -> None:
+        share_out(self._model.parameters(), self._everyone.size)
+
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -115,13 +126,19 @@ class ExpertReduction:
         self._model = model
         self._everyone, self._holders = groups.everyone, groups.apart(holders)
 
+    def begin(self) -> None:
+        share_out(self._shared(), self._everyone.size)
+        share_out(self._experts, self._holders.size)
+
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def finish(self) -> None:
-        shared = [p for p in self._model.parameters() if p not in self._experts]
-        sum_gradients_of(shared, self._everyone)
+        sum_gradients_of(self._shared(), self._everyone)
         sum_gradients_of(self._experts, self._holders)
+
+    def _shared(self) -> list[Parameter]:
+        return [p for p in self._model.parameters() if p not in self._experts]
 
 
 class DdpReduction:
@@ -135,6 +152,9 @@ class DdpReduction:
         _check_ranks(model.process_group.size(), everyone)
         self.averaged_over = everyone.size
         self._model = model
+
+    def begin(self) -> None:
+        pass  # the mean of what replicas have alike is what they have
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -187,6 +207,11 @@ class FsdpReduction:
         self._keep_weights = keep_weights
         if keep_weights:
             model.set_reshard_after_forward(False)
+
+    def begin(self) -> None:
+        for parameter in self._held_alone:  # others are reduced before they are added
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.averaged_over)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:

@@ -143,6 +143,14 @@ def sum_gradients_of(parameters: Iterable[Parameter], group: PeerGroup) -> None:
         _unflatten(bucket, flat)
 
 
+def share_out(parameters: Iterable[Parameter], replicas: int) -> None:
+    """Divide gradients that so many replicas have alike, so that ``sum_gradients`` gives them as
+    they are, beside what is added meanwhile."""
+    for parameter in parameters if replicas > 1 else ():
+        if parameter.grad is not None:
+            parameter.grad.div_(replicas)
+
+
 def _start_bucket(
     bucket: list[Parameter], group: PeerGroup
 ) -> tuple[list[Tensor], Tensor, Transfer]:

@@ -39,6 +39,7 @@ from trainer_client.runtime.loss import (
     BUCKET_BYTES,
     LossTokens,
     local_gradient,
+    share_out,
     sum_gradients,
 )
 from trainer_client.runtime.phases import (
@@ -137,7 +138,8 @@ def run_pipeline_step(
     encoders: LayeredEncoders | None = None,
     gradients: Sequence[GradientReduction] | None = None,
 ) -> PipelineResult:
-    """Forward and backward of a whole step; summed gradients are left in ``.grad``.
+    """Forward and backward of a whole step; summed gradients are left in ``.grad``, added to those
+    of steps before it where the optimizer has not stepped since.
 
     Parameters
     ----------
@@ -172,6 +174,11 @@ def run_pipeline_step(
         reductions = _reductions_of(chunks, encoders, gradients, mesh.groups)
         labelled = mesh.stage == mesh.stages - 1
         loss_tokens = _meet(shard, mesh, labelled=labelled)
+        for reduction in dict.fromkeys(reductions):
+            reduction.begin()
+        on_all_stages = _modules(encoders) if mesh.encoder_cut is None else []
+        for shared in on_all_stages:
+            share_out(shared.parameters(), mesh.row.size)
         stage = PipelineStage(
             chunks, shard, mesh, hidden, schedule, reductions, loss_tokens, encoders
         )
@@ -179,10 +186,9 @@ def run_pipeline_step(
         clock.switch(GRADIENTS, END)
         for reduction in dict.fromkeys(reductions):
             reduction.finish()
-        if mesh.encoder_cut is None:
-            for shared in _modules(encoders):  # on each stage, of what it encoded
-                with mesh.naming_stages():
-                    sum_gradients(shared, mesh.row)
+        for shared in on_all_stages:  # of what each of them encoded
+            with mesh.naming_stages():
+                sum_gradients(shared, mesh.row)
         everyone.post_sum(stage.loss_sum, action="summing the loss").wait()
         clock.switch(BUBBLE)
         loss = stage.loss_sum.to(mesh.row.home_of_sums(stage.loss_sum.device))
@@ -229,7 +235,8 @@ def _reductions_of(
 
 def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:
     """Add up the gradients of a weight that the stage which embeds and the last stage hold, such as
-    a tied embedding. Call it on both, after ``run_pipeline_step``; collective over the two.
+    a tied embedding. Call it on both, after ``run_pipeline_step``, or after the last of several
+    whose gradients go into one step of the optimizer; collective over the two.
 
     Each sends the other its own, some rows at a time, over the communicator of all stages.
 

@@ -97,7 +97,8 @@ def run_step(
     features_ahead: bool | None = None,
     encoder_stream: bool = True,
 ) -> StepResult:
-    """Forward and backward of a whole step; summed gradients are left in ``.grad``.
+    """Forward and backward of a whole step; summed gradients are left in ``.grad``, added to those
+    of steps before it where the optimizer has not stepped since.
 
     On a GPU everything is queued when it returns; reading the result waits for the device, so read
     it after the optimizer's step.
@@ -161,6 +162,8 @@ def _whole_step(
         if ahead is False or (ahead is None and trains):
             stream = None  # it would cost memory of its own, for nothing
         loss_sum = torch.zeros(1, dtype=torch.float64, device=everyone.home_of_sums(device))
+        if reduction is not None:
+            reduction.begin()
         with waves_of(shard, ahead, stream=stream) as waves:
             for number, microbatch in enumerate(waves, start=1):
                 last = number == len(shard.microbatches)
