@@ -82,8 +82,13 @@ _FAMILY = {
     "internvl2": "internvl",
     "internvl2_5": "internvl",
     "internvl3": "internvl",
+    "llava1_5": "llava",
+    "llava1_6": "llava",
+    "llava_next": "llava",
     "qwen2_5_vl": "qwen2_vl",
     "qwen3_vl": "qwen2_vl",
+    "siglip": "llava",
+    "siglip2": "llava",
     "smolvlm2": "smolvlm",
 }
 _AUDIO = (

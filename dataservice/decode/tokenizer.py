@@ -271,19 +271,37 @@ def configured(
     """A tokenizer with what the configuration in its folder says of it. Raises SpecError where that
     cannot be read."""
     config = _config(folder)
+    named = {name: t for name in _NAMED_TOKENS if (t := _token(config.get(name)))}
+    adds_bos = config.get("add_bos_token")
+    if adds_bos is None:  # such as Llama 3's, whose tokenizer.json does it by itself
+        adds_bos = _begins_with(tokenizer, named.get("bos_token"))
     return LoadedTokenizer(
         tokenizer=tokenizer,
         path=path,
         folder=folder,
-        named={name: t for name in _NAMED_TOKENS if (t := _token(config.get(name)))},
+        named=named,
         specials=specials,
         template=_template(folder, config),
-        adds_bos=bool(config.get("add_bos_token")),
+        adds_bos=bool(adds_bos),
         digest=digest,
         remedy=remedy,
         written=written,
         words=words,
     )
+
+
+def _begins_with(tokenizer: TokenModel, token: str | None) -> bool:
+    """Whether the tokenizer by itself begins what it is given with this token."""
+    if token is None or not isinstance(tokenizer, Tokenizer):
+        return False
+    try:
+        whole, bare = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+        return False
+    first = [tokenizer.token_to_id(token)]
+    return bool(whole[:1] == first != bare[:1])
 
 
 def _read(file: Path, path: str) -> Tokenizer:

@@ -1,6 +1,8 @@
 """Listening on host:port, or on the first free one of a range of ports."""
 
 import contextlib
+import errno
+import socket
 
 import grpc
 import grpc.aio
@@ -26,7 +28,20 @@ def bind(
             if credentials is None:
                 return server.add_insecure_port(join_address(host, port))
             return server.add_secure_port(join_address(host, port), credentials)
-    raise SpecError(
-        f"cannot listen on {listen}: another process has the port, or the host is not of this "
-        "machine. Stop what uses the port, or choose another; port 0 picks a free one."
+    raise SpecError(f"cannot listen on {listen}: {_refusal()}")
+
+
+def _refusal() -> str:
+    """Why, which gRPC does not tell, and what to do."""
+    try:
+        socket.socket().close()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return (
+                f"{error.strerror}. Raise the limit of open files (`ulimit -n`, LimitNOFILE= of "
+                "systemd, nofile of a container)."
+            )
+    return (
+        "another process has the port, or the host is not of this machine. Stop what uses the "
+        "port, or choose another; port 0 picks a free one."
     )

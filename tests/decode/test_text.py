@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jinja2 import Environment
 from tokenizers import Tokenizer, decoders
+from tokenizers.processors import TemplateProcessing
 
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.ports import ToDecode
@@ -16,6 +17,8 @@ from dataservice.core.sample import RawSample
 from dataservice.decode.processors.idefics3 import Idefics3Processor
 from dataservice.decode.processors.internvl import InternVLProcessor
 from dataservice.decode.processors.llava import LlavaProcessor
+from dataservice.decode.processors.llava_next import LlavaNextProcessor
+from dataservice.decode.processors.siglip import SiglipProcessor
 from dataservice.decode.token_sequences import among
 from dataservice.decode.tokenizer import LoadedTokenizer, load_tokenizer
 from tests.decode.files import SPECIALS, TEMPLATE
@@ -338,6 +341,27 @@ def test_a_document_begins_with_bos_where_the_tokenizer_adds_one(kitchen, sample
     assert decoded.labels[0] == decoded.input_ids[1]
 
 
+@pytest.mark.parametrize(
+    ("said", "begins"),
+    [({}, True), ({"add_bos_token": False}, False), ({"bos_token": None}, False)],
+)
+def test_a_document_begins_with_the_bos_of_tokenizer_json_unless_its_configuration_says_no(
+    kitchen, sample, said, begins
+):
+    bos = "<|im_start|>"
+    kitchen.tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, kitchen.id(bos))]
+    )
+    kitchen.tokenizer.save(str(kitchen.folder / "tokenizer.json"))
+    kitchen.configure(None, **{"bos_token": bos, **said})
+    decoded = decode(kitchen.pipeline(), sample({"text": "the cat"}))
+    text = f"{bos if begins else ''}the cat<|endoftext|>"
+    assert kitchen.decoded(decoded.input_ids) == text
+    if begins:
+        alone = Tokenizer.from_file(str(kitchen.folder / "tokenizer.json")).encode("the cat").ids
+        assert decoded.input_ids[: len(alone)].tolist() == alone
+
+
 def test_media_in_a_learnt_text_are_not_learnt(kitchen, sample, files):
     raw = sample({"text": "the <image> cat"}, files.blob("image", files.image(56, 56)))
     decoded = decode(kitchen.pipeline(), raw)
@@ -371,6 +395,25 @@ def test_llava_and_internvl_use_their_own_tokens(kitchen, sample, files):
     assert ids.count(kitchen.id("<IMG_CONTEXT>")) == 13 * 256 + 2 * 256
     # Around the image, and around each frame of the clip.
     assert ids.count(kitchen.id("<img>")) == ids.count(kitchen.id("</img>")) == 3
+
+
+@pytest.mark.parametrize(
+    "vision",
+    [
+        LlavaProcessor(kind="llava1_5"),
+        LlavaNextProcessor(),
+        LlavaNextProcessor(kind="llava1_6"),
+        SiglipProcessor(kind="siglip2"),
+    ],
+    ids=lambda vision: vision.kind,
+)
+def test_every_name_of_a_processor_tries_the_tokens_of_its_family_first(
+    kitchen, sample, files, vision
+):
+    raw = sample({"text": "<image>a"}, files.blob("image", files.image(64, 48)))
+    ids = decode(kitchen.pipeline(vision=vision, chat_template="chatml"), raw).input_ids.tolist()
+    assert kitchen.id("<image>") in ids
+    assert not {kitchen.id("<img>"), kitchen.id("<IMG_CONTEXT>")} & set(ids)
 
 
 def _image_and_clip(files):

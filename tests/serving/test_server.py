@@ -1,5 +1,7 @@
 import asyncio
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +105,33 @@ async def test_reflection_lists_the_services(coordinator, worker, channel_to):
 async def test_a_port_in_use_is_refused_rather_than_shared(api, coordinator):
     with pytest.raises(SpecError, match=f"cannot listen on {coordinator}"):
         await serve_coordinator(api, coordinator)
+
+
+OUT_OF_FILES = """
+import os
+from concurrent import futures
+import grpc
+from dataservice.core.errors import SpecError
+from dataservice.serving.binding import bind
+
+server = grpc.server(futures.ThreadPoolExecutor(1))
+try:
+    while True:
+        os.open(os.devnull, os.O_RDONLY)
+except OSError:
+    pass
+try:
+    bind(server, "127.0.0.1:0", None)
+except SpecError as error:
+    os.write(1, str(error).encode())
+os._exit(0)
+"""
+
+
+def test_a_process_that_may_open_no_more_files_does_not_blame_the_port():
+    few = ["prlimit", "--nofile=64", sys.executable, "-c", OUT_OF_FILES]
+    said = subprocess.run(few, capture_output=True, timeout=60, check=True).stdout
+    assert b"Too many open files. Raise the limit of open files (`ulimit -n`" in said
 
 
 @pytest.mark.parametrize("listen", ["50051", "localhost:", "localhost:http", "localhost:70000"])

@@ -154,6 +154,7 @@ def _whole_step(
     with groups.naming_lost("a step"), phase_clock(device, place=START) as clock:
         groups.connect_meshes(model)
         trains = _encoders_train(model, shard)
+        _require_own_tokens(model, shard)
         asks = features_ahead is None and trains
         room = asks and groups.room.begin(device, shard.planned)
         agreed = begin_step(shard, everyone, features_ahead=features_ahead, has_room=room)
@@ -199,6 +200,15 @@ def _encoders_train(model: Module, shard: Shard) -> bool:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     own = cast(MultimodalModel, inner)
     return any(keeps_for_backward(own, microbatch) for microbatch in shard.planned)
+
+
+def _require_own_tokens(model: Module, shard: Shard) -> None:
+    """Have a model that can tell refuse what was tokenized for another."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    look = getattr(inner, "require_own_tokens", None)
+    if look is not None:
+        for microbatch in shard.planned:
+            look(microbatch)
 
 
 def _stream_of(model: Module, device: torch.device, trains: bool) -> EncoderStream | None:

@@ -187,3 +187,32 @@ def test_a_model_is_evaluated_with_its_own_attention_and_trains_with_the_ring_ag
     library.set_attn_implementation("sdpa")
     torch.testing.assert_close(library(ids).logits, FAMILIES["llama"].build()(ids).logits)
     assert one_step(model).loss == before
+
+
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [
+        ("qwen2_5_vl", "image_token_id"),
+        ("internvl", "image_token_id"),
+        ("llava", "image_token_id"),
+        ("gemma3", "image_token_id"),
+        ("qwen2_audio", "audio_token_id"),
+    ],
+)
+def test_items_at_tokens_that_are_not_the_model_s_are_refused(name, token):
+    model = FAMILIES[name].build()
+    own = getattr(model.config, token) + 1
+    for other in ("image_token_id", "image_token_index", "video_token_id", "audio_token_id"):
+        if hasattr(model.config, other):
+            setattr(model.config, other, own)
+    with pytest.raises(
+        LayoutError, match=rf"token {own - 1} where .* has {token} {own}.*tokenizer"
+    ):
+        one_step(trainable(model, processor=PROCESSOR), name)
+
+
+def test_tokens_beyond_the_embeddings_are_refused_before_they_are_looked_up():
+    model = FAMILIES["llama"].build()
+    model.resize_token_embeddings(4)
+    with pytest.raises(LayoutError, match=r"tokens go up to \d+, and .* embeddings of 4"):
+        one_step(trainable(model))

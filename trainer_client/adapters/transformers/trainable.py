@@ -20,6 +20,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from trainer_client.adapters.transformers.attention import RING
 from trainer_client.adapters.transformers.families import FAMILIES, Normalization, TextFamily
 from trainer_client.adapters.transformers.faults import UnsupportedModel
+from trainer_client.adapters.transformers.own_tokens import OwnTokens
 from trainer_client.runtime import (
     Features,
     GroupPool,
@@ -74,6 +75,7 @@ class TrainableModel(Module):
         super().__init__()
         self.model = model
         self._family = family
+        self._tokens = OwnTokens(family.model)
 
     @property
     def family(self) -> TextFamily:
@@ -92,6 +94,11 @@ class TrainableModel(Module):
         """The smallest item that this encoder takes."""
         device = next(self.parameters()).device
         return self._family.dummy_item(modality, device)
+
+    def require_own_tokens(self, microbatch: Microbatch) -> None:
+        """Raise LayoutError where a microbatch that lies on the host was tokenized for another
+        model. Looks until it has seen one with items of each kind."""
+        self._tokens.look_at(microbatch)
 
     def encoder_trains(self, modality: str) -> bool:
         """Whether any weight that makes this modality's features takes gradients."""

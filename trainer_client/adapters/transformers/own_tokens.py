@@ -1,0 +1,69 @@
+"""Whether the job was tokenized for this model: features replace embeddings wherever the plan says,
+so that another tokenizer's ids would be trained without a word."""
+
+from typing import Any
+
+from trainer_client.runtime import LayoutError
+from trainer_client.shard import Microbatch, ModalityBatch
+
+# What configurations of transformers call the tokens that stand for a modality's features.
+_NAMES = {
+    "vision": ("image_token_id", "image_token_index", "video_token_id", "video_token_index"),
+    "audio": ("audio_token_id", "audio_token_index"),
+}
+
+
+class OwnTokens:
+    """Compares the first microbatches of a model with its configuration."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        config = model.config
+        self._own = {
+            modality: {
+                name: token
+                for name in names
+                if isinstance(token := getattr(config, name, None), int)
+            }
+            for modality, names in _NAMES.items()
+        }
+        self._left = {"text", *(modality for modality, own in self._own.items() if own)}
+
+    def look_at(self, microbatch: Microbatch) -> None:
+        """Raises LayoutError where ids, on the host, are not this model's. Costs nothing once each
+        kind was seen."""
+        ids = vars(microbatch)["input_ids"] if self._left else None  # not counted as read
+        if ids is None or ids.device.type != "cpu" or not len(ids):
+            return
+        if "text" in self._left:
+            self._left.discard("text")
+            words, largest = self._model.get_input_embeddings().num_embeddings, int(ids.max())
+            if largest >= words:
+                raise LayoutError(
+                    f"the job's tokens go up to {largest:,}, and {self._named} has embeddings of "
+                    f"{words:,}: {_REMEDY}"
+                )
+        for modality in sorted(self._left - {"text"}):
+            batch: ModalityBatch | None = vars(microbatch)[modality]
+            exchange = None if batch is None else vars(batch)["exchange"]  # not counted as read
+            if exchange is None or not len(exchange.recv_positions):
+                continue
+            self._left.discard(modality)
+            found = sorted(set(ids[exchange.recv_positions].tolist()))
+            own = self._own[modality]
+            if strange := [token for token in found if token not in own.values()]:
+                said = ", ".join(f"{name} {token}" for name, token in own.items())
+                raise LayoutError(
+                    f"the job has token {strange[0]} where features of {modality} go, and "
+                    f"{self._named} has {said}: {_REMEDY}"
+                )
+
+    @property
+    def _named(self) -> str:
+        return type(self._model).__name__
+
+
+_REMEDY = (
+    "its pipeline.tokenizer, or a placeholder that it names, is not of this model. Give the job "
+    "the tokenizer that lies beside the model, index it again and submit it under another name."
+)
