@@ -213,7 +213,11 @@ def _print_indexed(summaries: "Sequence[IndexSummary]", index_dir: str, as_json:
 
 def _print_summaries(summaries: "Sequence[IndexSummary]", index_dir: str | None) -> None:
     console.print(show_index.index_table(summaries))
-    told = (*show_index.taken_up(summaries), *show_index.cut(summaries))
+    told = (
+        *show_index.taken_up(summaries),
+        *show_index.cut(summaries),
+        *show_index.unlearnt(summaries),
+    )
     for line in (*told, *show_index.left_out(summaries, index_dir)):
         console.print(line, highlight=False, soft_wrap=True)
 

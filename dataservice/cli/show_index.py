@@ -58,6 +58,19 @@ def cut(summaries: Sequence["IndexSummary"]) -> Iterator[Text]:
             )
 
 
+def unlearnt(summaries: Sequence["IndexSummary"]) -> Iterator[Text]:
+    """Of how many samples nothing is learnt: a step of such samples alone has no loss."""
+    for summary in summaries:
+        if none := summary.tokens.unlearnt:
+            every = none == summary.rows
+            yield Text(
+                f"{summary.source}: of {'all' if every else f'{none:,} of'} {summary.rows:,} "
+                "samples no token is learnt: they have no turn of the assistant, or the template "
+                "does not mark it. `dataservice preview` shows what is learnt of one",
+                style="yellow",
+            )
+
+
 def taken_up(summaries: Sequence["IndexSummary"]) -> Iterator[Text]:
     """How much an earlier run had made of files that it did not finish."""
     for summary in summaries:

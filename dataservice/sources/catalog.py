@@ -320,7 +320,7 @@ def read_totals(
     for spec in specs:
         folder = IndexFolder(index_dir, spec.name, roots)
         manifest = _manifest(folder)
-        groups = (group for part in manifest.parts for group in read_tokens(folder, part))
+        groups = (group for part in manifest.parts for group, _ in read_tokens(folder, part))
         totals.append(
             SourceTotals(
                 fingerprint=manifest.fingerprint,

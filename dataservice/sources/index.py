@@ -52,12 +52,15 @@ from dataservice.sources.storage import SourceFile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFigures:
-    """LLM tokens of a source's samples: their sum, and quantiles over samples."""
+    """LLM tokens of a source's samples: their sum, and quantiles over samples; how many of them are
+    `learnt`, and of how many samples none is, which are `unlearnt`."""
 
     total: int
     p50: int
     p99: int
     longest: int
+    learnt: int = 0
+    unlearnt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,15 +195,25 @@ def _token_figures(manifest: Manifest, folder: IndexFolder) -> TokenFigures:
     """Exact figures, from the number of samples of each length; memory is proportional to the
     longest sample's tokens."""
     samples_of = np.zeros(1, dtype=np.int64)
+    learnt = unlearnt = 0
     for part in manifest.parts:
-        for tokens in read_tokens(folder, part):
+        for tokens, of_loss in read_tokens(folder, part):
+            learnt += int(of_loss.sum(dtype=np.int64))
+            unlearnt += int((of_loss == 0).sum())
             counts = np.bincount(tokens, minlength=len(samples_of))
             counts[: len(samples_of)] += samples_of
             samples_of = counts
     behind = np.cumsum(samples_of)
     p50, p99 = (int(np.searchsorted(behind, share * behind[-1])) for share in (0.5, 0.99))
     total = int((samples_of * np.arange(len(samples_of))).sum())
-    return TokenFigures(total=total, p50=p50, p99=p99, longest=len(samples_of) - 1)
+    return TokenFigures(
+        total=total,
+        p50=p50,
+        p99=p99,
+        longest=len(samples_of) - 1,
+        learnt=learnt,
+        unlearnt=unlearnt,
+    )
 
 
 def _current_parts(

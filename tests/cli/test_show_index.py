@@ -5,7 +5,7 @@ from io import StringIO
 
 import pytest
 
-from dataservice.cli.show_index import index_table, left_out, taken_up
+from dataservice.cli.show_index import index_table, left_out, taken_up, unlearnt
 from dataservice.cli.terminal import Terminal
 from dataservice.sources.index import IndexSummary, TokenFigures
 from dataservice.sources.manifest import MediaCounts, SkippedSample
@@ -98,3 +98,14 @@ def test_what_was_left_out_has_a_line_a_reason():
     assert len(told) == NAMED_REASONS + 2
     assert told[-2] == "ocr: left out 3 × for 3 more reasons"
     assert "listed in index/ocr/left_out.jsonl" in told[-1]
+
+
+def test_samples_of_which_nothing_is_learnt_are_told():
+    plain = summary("chat")
+    some, every = (
+        replace(plain, tokens=replace(plain.tokens, unlearnt=count)) for count in (1234, plain.rows)
+    )
+    assert not list(unlearnt([plain]))
+    first, second = (str(line) for line in unlearnt([some, every]))
+    assert first.startswith("chat: of 1,234 of 12,345,678 samples no token is learnt")
+    assert second.startswith("chat: of all 12,345,678 samples no token is learnt")

@@ -413,6 +413,21 @@ def test_the_summary_counts_media_tokens_and_reasons(
         assert found.skipped_reasons[0].reason.startswith("member … is not valid JSON (Expecting")
 
 
+def test_the_summary_counts_what_is_learnt_and_the_samples_without_any(
+    tmp_path: Path, spec: Spec, write_tar: Write, measurer: Callable[[], SampleMeasurer]
+) -> None:
+    class Learning(Counting):
+        def measure(self, raw: RawSample) -> SampleLengths:
+            return replace(super().measure(raw), loss_tokens=0 if int(raw.key) < 30 else 3)
+
+    members = [(f"{k:03}.txt", b"word " * 9) for k in range(100)]
+    source = spec(write_tar(tmp_path / "data" / "a.tar", members), "webdataset")
+    found = build_index(
+        source, out_dir=str(tmp_path / "i"), make_measurer=lambda: Learning(measurer())
+    )
+    assert (found.tokens.learnt, found.tokens.unlearnt) == (3 * 70, 30)
+
+
 def test_what_is_known_of_an_item_is_in_the_index_and_in_no_comparison(
     tmp_path: Path, spec: Spec, write_tar: Write, counting: Counting
 ) -> None:
