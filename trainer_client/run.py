@@ -20,7 +20,7 @@ from dataservice_proto.whereabouts import node_and_zone
 
 from trainer_client.alignment import aligned
 from trainer_client.device import DeviceCopier
-from trainer_client.errors import ClientError, CursorMismatch
+from trainer_client.errors import ClientError, CursorMismatch, MisuseError
 from trainer_client.fetch import PartFetcher
 from trainer_client.heartbeat import DataWait, Heartbeat
 from trainer_client.launch import launch_name
@@ -119,7 +119,8 @@ class Run:
         return dict(self._fetcher.received)
 
     def next(self) -> Shard | None:
-        """The next step's shard; None after the last."""
+        """The next step's shard; None after the last. Raises MisuseError in a forked process."""
+        self._require_own_process()
         assert self._prefetcher is not None
         with self._waits.waiting():
             shard = self._prefetcher.next(self._options.timeout_s + GRACE_S)
@@ -129,7 +130,9 @@ class Run:
         return shard
 
     def peek(self, *, wait: bool) -> Shard | None:
-        """The shard that `next` will return; without `wait`, None if it is not there yet."""
+        """The shard that `next` will return; without `wait`, None if it is not there yet. Raises
+        MisuseError in a forked process."""
+        self._require_own_process()
         prefetcher = self._prefetcher
         assert prefetcher is not None
         if not wait:
@@ -163,6 +166,13 @@ class Run:
                         self._committer.flush(CLOSING_FLUSH_S)
             finally:
                 self._end()
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise MisuseError(
+                f"process {os.getpid()} was forked from {self._process}, which iterates this "
+                "dataset: its threads and connections stay there. Ask for shards in that process."
+            )
 
     def _note(self, what: str, step: int, digest: str, began_s: float) -> None:
         own = self._options

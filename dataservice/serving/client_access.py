@@ -50,8 +50,8 @@ class Access:
             )
         return ((AUTHORIZATION, f"Bearer {token}"),)
 
-    def mismatch(self, address: str) -> str:
-        """Why a connection failed, if TLS is the reason."""
+    def mismatch(self, address: str, said: str) -> str:
+        """Why a connection failed, of which gRPC `said` something, if TLS is the reason."""
         spoken = tls_at(address)
         if self.tls is None and spoken in ("server", "mutual"):
             return "The port speaks TLS: give --ca-file, or --tls for the system's authorities."
@@ -61,7 +61,17 @@ class Access:
             if self.tls.certificate_file is None:
                 return "The service wants a certificate: give --cert-file and --key-file."
             return f"The service does not accept the certificate {self.tls.certificate_file}."
+        if spoken == "server" and any(words in said.lower() for words in _UNACCEPTED):
+            return (
+                "This client does not accept the service's certificate: trust its authority with "
+                "--ca-file, name it with --server-name if it bears another name than the address, "
+                "or have it renewed if it has expired."
+            )
         return ""
+
+
+# What gRPC says where it does not accept a certificate, or cannot read the authorities'.
+_UNACCEPTED = ("verif", "not in peer certificate", "handshake failed", "ssl")
 
 
 class _CallDetails(

@@ -254,7 +254,7 @@ class CoordinatorClient:
                 f"the service at {self._address} did not answer within {timeout_s:g} s. It "
                 "may be busy indexing or planning: look at its log, or wait longer."
             )
-        advice = self._access.mismatch(self._address) or (
+        advice = self._access.mismatch(self._address, error.details() or "") or (
             "Check that `dataservice serve` runs there, that the address and port are its own, "
             "and that no firewall is between."
         )

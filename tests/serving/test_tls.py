@@ -84,6 +84,9 @@ async def jobs(address, tls=None, **access):
     return await asyncio.to_thread(call)
 
 
+RENEW = "name than the address, or have it renewed if it has expired."
+
+
 async def refusal(address, tls=None):
     with pytest.raises(ServiceUnreachableError) as refused:
         await jobs(address, tls)
@@ -95,6 +98,7 @@ async def test_a_client_that_trusts_the_authority_is_served(serve, authority, st
     assert await jobs(address, ClientTls(ca_file=str(authority.ca_file))) == []
     said = await refusal(address, ClientTls(ca_file=str(stranger.ca_file)))
     assert "CERTIFICATE_VERIFY_FAILED" in said
+    assert said.endswith(RENEW)
 
 
 async def test_a_certificate_of_another_name_is_refused_unless_that_name_is_expected(
@@ -102,7 +106,9 @@ async def test_a_certificate_of_another_name_is_refused_unless_that_name_is_expe
 ):
     address = await serve(TlsSpec(**authority.issue("named", host="data.test")))
     ours = {"ca_file": str(authority.ca_file)}
-    assert "Hostname" in await refusal(address, ClientTls(**ours))
+    said = await refusal(address, ClientTls(**ours))
+    assert "Hostname" in said
+    assert said.endswith(RENEW)
     assert await jobs(address, ClientTls(**ours, server_name="data.test")) == []
 
 

@@ -1,6 +1,7 @@
 """What a training loop sees when all goes well, and who owns the position."""
 
 import gc
+import os
 import threading
 
 import numpy as np
@@ -103,6 +104,20 @@ def test_rows_come_as_a_multiple_where_that_is_asked_for(service):
 def test_it_works_inside_a_data_loader(service):
     loader = DataLoader(service.dataset(), batch_size=None)
     assert [shard.step for shard in loader] == [0, 1, 2, 3]
+
+
+def test_a_forked_process_is_told_that_it_may_not_iterate_and_the_other_goes_on(service):
+    iterator = iter(service.dataset(rank=0))
+    assert next(iterator).step == 0
+    child = os.fork()
+    if child == 0:
+        try:
+            next(iterator)
+        except MisuseError:
+            os._exit(3)
+        os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert [shard.step for shard in iterator] == [1, 2, 3]
 
 
 def test_asking_for_the_next_shard_commits_the_one_before(service):
