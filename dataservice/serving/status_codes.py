@@ -137,6 +137,10 @@ async def answered(context: grpc.aio.ServicerContext[Any, Any], call: str) -> As
         log.info("%s: %s: %s", call, type(error).__name__, error)
         message = str(error).encode()[:MESSAGE_LIMIT_BYTES].decode(errors="ignore")
         await context.abort(status_of(error), message, ((ERROR_METADATA, type(error).__name__),))
+    except grpc.aio.InternalError as error:  # what was to be sent has no call any more
+        log.info("%s: the caller has left: %s", call, error)
+        with contextlib.suppress(grpc.aio.InternalError):
+            await context.abort(grpc.StatusCode.INTERNAL, f"the answer was not sent: {error}")
     except Exception:
         incident = uuid.uuid4().hex[:8]
         log.exception("%s failed unexpectedly, error %s", call, incident)

@@ -52,6 +52,14 @@ async def test_every_error_comes_back_as_itself(call, kind):
     assert str(received) == "value 7 > limit 5; größer wählen"
 
 
+async def test_a_caller_that_leaves_while_it_is_answered_is_no_failure_of_the_service(call, caplog):
+    caplog.set_level("INFO")
+    failed = await call(grpc.aio.InternalError("Failed execute_batch"))
+    assert failed.details() == "the answer was not sent: Failed execute_batch"
+    assert "Test: the caller has left: Failed execute_batch" in caplog.text
+    assert "failed unexpectedly" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
