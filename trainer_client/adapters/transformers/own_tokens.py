@@ -37,8 +37,9 @@ class OwnTokens:
             return
         if "text" in self._left:
             self._left.discard("text")
-            words, largest = self._model.get_input_embeddings().num_embeddings, int(ids.max())
-            if largest >= words:
+            embeddings, largest = self._model.get_input_embeddings(), int(ids.max())
+            words = getattr(embeddings, "num_embeddings", None)  # adapters wrap them otherwise
+            if words is not None and largest >= words:
                 raise LayoutError(
                     f"the job's tokens go up to {largest:,}, and {self._named} has embeddings of "
                     f"{words:,}: {_REMEDY}"
