@@ -55,6 +55,7 @@ from trainer_client.runtime.pipeline_schedule import (
 )
 from trainer_client.runtime.pipeline_stage import HiddenStates, PipelineStage
 from trainer_client.runtime.pipeline_timeline import ActionTimes, Timeline
+from trainer_client.runtime.step import require_own_tokens
 from trainer_client.runtime.step_result import StepResult
 from trainer_client.shard import Microbatch, ModalityBatch, PlanSummary, Shard
 
@@ -171,6 +172,7 @@ def run_pipeline_step(
         everyone = mesh.column
         for chunk in chunks:
             mesh.groups.connect_meshes(chunk)
+            require_own_tokens(chunk, shard)
         reductions = _reductions_of(chunks, encoders, gradients, mesh.groups)
         labelled = mesh.stage == mesh.stages - 1
         loss_tokens = _meet(shard, mesh, labelled=labelled)

@@ -154,7 +154,7 @@ def _whole_step(
     with groups.naming_lost("a step"), phase_clock(device, place=START) as clock:
         groups.connect_meshes(model)
         trains = _encoders_train(model, shard)
-        _require_own_tokens(model, shard)
+        require_own_tokens(model, shard)
         asks = features_ahead is None and trains
         room = asks and groups.room.begin(device, shard.planned)
         agreed = begin_step(shard, everyone, features_ahead=features_ahead, has_room=room)
@@ -202,8 +202,9 @@ def _encoders_train(model: Module, shard: Shard) -> bool:
     return any(keeps_for_backward(own, microbatch) for microbatch in shard.planned)
 
 
-def _require_own_tokens(model: Module, shard: Shard) -> None:
-    """Have a model that can tell refuse what was tokenized for another."""
+def require_own_tokens(model: Module, shard: Shard) -> None:
+    """Have a model that can tell (``require_own_tokens(microbatch)``) refuse what was tokenized for
+    another. Raises its LayoutError."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     look = getattr(inner, "require_own_tokens", None)
     if look is not None:

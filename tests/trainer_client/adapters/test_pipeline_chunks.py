@@ -171,6 +171,22 @@ def chunks_of(family, layout, **changed):
     return pipeline_chunks(trainable(model, processor=PROCESSOR), layout)
 
 
+def for_another_model(rank, size):
+    """What a stage that embeds says of tokens that are not its model's."""
+    family, layout = FAMILIES["qwen2_5_vl"], StageLayout(modules=SEEING, bounds=(0, 3, 5))
+    chunks = chunks_of(family, layout, image_token_id=1, video_token_id=1)
+    shard = shard_of(samples_for("qwen2_5_vl", family), 1, 0, 4, (1,))
+    hidden = hidden_states(trainable(family.build(), processor=PROCESSOR))
+    with PipelineMesh(stages=2, timeout_s=60) as mesh, pytest.raises(LayoutError) as refused:
+        run_pipeline_step(chunks[:1], shard, mesh, hidden)
+    return str(refused.value)
+
+
+def test_a_job_tokenized_for_another_model_is_refused_by_the_stage_that_embeds(world):
+    for said in world(for_another_model, 2).values():
+        assert "image_token_id 1, video_token_id 1: its pipeline.tokenizer" in said
+
+
 def test_each_chunk_has_the_weights_of_its_own_layers_alone():
     layout = StageLayout(modules=SEEING, bounds=(0, 3, 4, 5))
     chunks = chunks_of(FAMILIES["qwen2_5_vl"], layout)
