@@ -217,4 +217,4 @@ def test_a_step_of_more_samples_is_no_more_objects_from_draw_to_wire() -> None:
         return sys.getallocatedblocks() - before
 
     few, many = objects(1_000), objects(16_000)
-    assert many < few + 1_000
+    assert many < few + 8_000  # one a sample were 15,000 more; threads of other tests leave some
