@@ -154,7 +154,7 @@ class Run:
 
     def close(self) -> None:
         """Give up the rank: flush commits briefly, end all calls, stop all threads."""
-        if os.getpid() != self._process:
+        if self._forked:
             return  # a forked process inherits this object without its threads and connections
         with self._closing:
             if self._stop.is_set():
@@ -167,8 +167,12 @@ class Run:
             finally:
                 self._end()
 
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
+
     def _require_own_process(self) -> None:
-        if os.getpid() != self._process:
+        if self._forked:
             raise MisuseError(
                 f"process {os.getpid()} was forked from {self._process}, which iterates this "
                 "dataset: its threads and connections stay there. Ask for shards in that process."

@@ -199,16 +199,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--millions", type=int, default=0, help="of samples, a file each")
     parser.add_argument("--folder", type=Path, help="where the data and the service's state lie")
     options = parser.parse_args(arguments)
-    texts = (1_000_000, options.millions) if options.millions else (TEXTS, 1)
+    of = {"texts": 1_000_000, "files": options.millions} if options.millions else {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        rows = measured(
-            options.jobs,
-            options.steps,
-            options.pool,
-            Path(folder),
-            texts=texts[0],
-            files=texts[1],
-        )
+        rows = measured(options.jobs, options.steps, options.pool, Path(folder), **of)
     print_rows(Console(), "A service that was started again", rows)
     for row in rows:
         print(row.explanation)

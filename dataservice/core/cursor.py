@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 
 from dataservice.core.errors import CursorMismatchError
+from dataservice.core.job import LAST_STEP
 
 # Version 2 added the window and the digest, version 3 the changes of the mixture.
 CURSOR_VERSION = 3
 DIGEST_BYTES = 8
-MOST = 2**53
-"""Of every number in a cursor: no job comes so far, and sums beyond it still are of 64 bits."""
 _encode = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` would make one for each text
 
 
@@ -85,7 +84,7 @@ def _checked(plain: dict[str, object]) -> Cursor:
     cursor = Cursor(**{name: value for name, value in plain.items() if name != "version"})  # type: ignore[arg-type]
     for field in fields(cursor):
         value = getattr(cursor, field.name)
-        if type(value) is not field.type or (field.type is int and not 0 <= value <= MOST):
+        if type(value) is not field.type or (field.type is int and not 0 <= value <= LAST_STEP):
             raise ValueError(f"{field.name} is {value!r}")
     digest = _digest(plain)
     if digest != given:

@@ -11,6 +11,7 @@ MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 JobState = Literal["active", "draining"]
 MOST_WEIGHT = 1000
 LAST_STEP = 2**53
+"""No job comes so far, also in epochs and samples; beyond it, sums still are of 64 bits."""
 MOST_CHANGES = 64
 """Changes of a mixture, in a job file and recorded: a cursor names all that have begun."""
 WeightUnit = Literal["passes", "tokens"]

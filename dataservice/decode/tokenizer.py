@@ -300,8 +300,8 @@ def _begins_with(tokenizer: TokenModel, token: str | None) -> bool:
         if not _is_failure(error):
             raise
         return False
-    first = [tokenizer.token_to_id(token)]
-    return bool(whole[:1] == first != bare[:1])
+    added = whole[: len(whole) - len(bare)]
+    return tokenizer.token_to_id(token) in added[:1]
 
 
 def _read(file: Path, path: str) -> Tokenizer:

@@ -36,8 +36,8 @@ class JobVersion:
     version: int
     submitted_unix_s: float
     changes: str
-    first_attempt: int
-    last_attempt: int
+    first_attempt: int = 0
+    last_attempt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dataservice.core.errors import NotFoundError
 from dataservice.core.job import JobRecord, MixtureChange, MixtureRecord
@@ -69,11 +69,10 @@ def _short_digest(text: str) -> str:
 def _cost_since(specs: Sequence[str]) -> int:
     """The version that brought the coefficients of the last of these `specs` of versions 1, 2, …:
     it has replaced the changes of cost that were recorded before it."""
-    costs = [cost_of(spec) for spec in specs]
-    since = len(costs)
-    while since > 1 and costs[since - 2] == costs[-1]:
+    since, newest = len(specs), cost_of(specs[-1])
+    while since > 1 and cost_of(specs[since - 2]) == newest:
         since -= 1
-    return max(since, 1)
+    return since
 
 
 def revised(newest: JobSetup, version: int, store: StateStore, read_cost: ReadCost) -> JobSetup:
@@ -96,7 +95,7 @@ class VersionHistory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: list[_Noted] = []
+        self._known: list[JobVersion] = []  # without their attempts
         self._newest = ""  # its file
 
     def versions(self, store: StateStore, job: str) -> tuple[JobVersion, ...]:
@@ -105,24 +104,19 @@ class VersionHistory:
         began: dict[int, list[int]] = {}
         for attempt in store.attempts(job):
             began.setdefault(attempt.spec_version, []).append(attempt.attempt)
-        return tuple(
-            JobVersion(
-                version=each.version,
-                submitted_unix_s=each.submitted_unix_s,
-                changes=each.changes,
-                first_attempt=min(began.get(each.version, [0])),
-                last_attempt=max(began.get(each.version, [0])),
-            )
-            for each in self._noted(store, job)
-        )
+        found = []
+        for each in self._compared(store, job):
+            attempts = began.get(each.version, [0])
+            found.append(replace(each, first_attempt=attempts[0], last_attempt=attempts[-1]))
+        return tuple(found)
 
-    def _noted(self, store: StateStore, job: str) -> "list[_Noted]":
+    def _compared(self, store: StateStore, job: str) -> list[JobVersion]:
         with self._lock:
             behind = self._known[-1].version if self._known else 0
             for spec in store.specs(job, behind=behind):
                 changes = spec_changes(self._newest, spec.spec_json) if self._known else ()
                 self._known.append(
-                    _Noted(
+                    JobVersion(
                         version=spec.version,
                         submitted_unix_s=spec.submitted_unix_s,
                         changes=in_words(changes),
@@ -130,13 +124,6 @@ class VersionHistory:
                 )
                 self._newest = spec.spec_json
             return list(self._known)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Noted:
-    version: int
-    submitted_unix_s: float
-    changes: str
 
 
 def other_data(record: JobRecord, submitted: JobRecord, changes: Sequence[SpecChange]) -> str:

@@ -2,11 +2,11 @@
 
     wave   encode ─▶ exchange ─▶ decode ─▶ decode backward ─▶ exchange ─▶ encode backward
 
-Replicas that meet in every wave wait for the slowest in each of these phases. Where features go
-ahead, the first exchange of a wave is under way beneath the backward pass of the wave before, and
-takes what that does not hide. Those that meet once
-a step wait for the members of their CP group, and for whoever encodes what they need. The stages of
-a pipeline run both passes of their model chunks by (interleaved) 1F1B.
+Replicas that meet in every wave wait for the slowest in each of these phases. Those that meet once
+a step wait for the members of their CP group, and for whoever encodes what they need. Where
+features go ahead, the first exchange of a wave is under way beneath the backward pass of the wave
+before, and takes what that does not hide. The stages of a pipeline run both passes of their model
+chunks by (interleaved) 1F1B.
 
 Shapes: W waves, M modalities, N replicas, C model chunks, m encoder items; a phase is one modality
 in one wave, wave · M + modality.
@@ -144,7 +144,7 @@ def _rank_seconds(phases: Phases, topology: Topology, cost: CostModel) -> RankSe
     if spread:
         encodes, exchanges = np.full_like(encodes, 1.0 / stages), np.ones_like(exchanges)
     moved, returned = _exchange_ways(phases, topology)
-    exchanged_s = moved.mean(axis=2).sum(axis=0) + returned.sum(axis=0)
+    exchanged_s = sum(way.mean(axis=2).sum(axis=0) for way in (moved, returned))
     decodes = np.array(topology.chunk_shares).reshape(-1, stages).sum(axis=0)
     encoding = phases.encode.sum(axis=0)
     return RankSeconds(
@@ -192,8 +192,7 @@ def chunk_times(phases: Phases, topology: Topology) -> ChunkTimes:
     forward = seconds * FORWARD_SHARE
     backward = seconds * (1.0 - FORWARD_SHARE)
     there, back = _both_ways(phases, topology)
-    moved, returned = _exchange_ways(phases, topology)
-    moved = moved.max(axis=2)
+    moved, returned = (way.max(axis=2) for way in _exchange_ways(phases, topology))
     if topology.encoder_stage == "spread":
         encoding = there.max(axis=2).sum() + back.max(axis=2).sum()
         return ChunkTimes(forward, backward, float(encoding + moved.sum() + returned.sum()))
@@ -213,9 +212,8 @@ def _total_seconds(
     if topology.replicas_meet == "step" and plan.replicas > 1:
         return _met_once(phases, plan, items, topology)
     if stages == 1:
-        moved, returned = _exchange_ways(phases, topology)
+        moving = sum(way.sum() for way in _exchange_ways(phases, topology))
         encoding = phases.encode.max(axis=2).sum()
-        moving = moved.sum() + returned.sum()
         return float(phases.decode.max(axis=1).sum() + encoding + moving)
     times = chunk_times(phases, topology)
     pipeline = simulate_1f1b(times.forward, times.backward, virtual_stages=topology.virtual_stages)
@@ -236,35 +234,38 @@ def _both_ways(
 def _exchange_ways(
     phases: Phases, topology: Topology
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds of exchanging features, float64[W, M, 1], or [W, M, N] where replicas do not meet and
-    what hides them differs; and of their gradients, float64[W, M]."""
-    half = phases.exchange * 0.5
+    """Seconds of exchanging features, and of their gradients: float64[W, M, N], or [W, M, 1] where
+    all replicas take the same."""
+    half = phases.exchange[:, :, None] * 0.5
     returned = half if topology.encoders_train else np.zeros_like(half)
-    moved = half[:, :, None]
-    if topology.features_ahead and len(half):
-        under = phases.decode[:-1] * (1.0 - FORWARD_SHARE)
-        if topology.replicas_meet == "wave":
-            under = under.max(axis=1, keepdims=True)
-        wanted = moved[1:].sum(axis=1)  # of both modalities, one after the other
-        left = np.maximum(wanted - under, 0.0)
-        shown = np.divide(left, wanted, out=np.zeros_like(left), where=wanted > 0)
-        moved = np.concatenate([np.broadcast_to(moved[:1], (1, MODALITIES, under.shape[1])),
-                                moved[1:] * shown[:, None]])  # fmt: skip
-    return moved, returned
+    if not topology.features_ahead:
+        return half, returned
+    under = phases.decode * (1.0 - FORWARD_SHARE)
+    if topology.replicas_meet == "wave":
+        under = under.max(axis=1, keepdims=True)
+    hidden = np.zeros_like(under)
+    hidden[1:] = under[:-1]
+    both = half.sum(axis=1)  # modalities, one after the other
+    left = np.maximum(both - hidden, 0.0)
+    shown = np.divide(left, both, out=np.zeros_like(left), where=both > 0)
+    return half * shown[:, None], returned
 
 
 def _met_once(phases: Phases, plan: StepPlan, items: EncoderLoads, topology: Topology) -> float:
     """Each replica at its own pace, until the last of them has ended."""
     stages = topology.pipeline_stages
     there, back = _both_ways(phases, topology)
-    moved, returned = _exchange_ways(phases, topology)
+    moved, returned = (
+        np.ascontiguousarray(np.broadcast_to(way, there.shape))
+        for way in _exchange_ways(phases, topology)
+    )
     order = np.arange(items.phase.size)
     listed, begins = group_stable(items.phase, order, items.phases)
     ends = _walk(
         phases.decode,
         there,
         back,
-        np.ascontiguousarray(np.broadcast_to(moved, there.shape)),
+        moved,
         returned,
         np.array(topology.chunk_shares),
         *_EncoderChunks.of(topology),
@@ -368,7 +369,6 @@ def _walk(
     free = np.zeros((stages, replicas))  # when a stage of a replica has ended what it ran last
     ended = np.zeros((waves, replicas))  # when the last operation of a wave has
     now = np.zeros(replicas)
-    gradients_s = np.empty(replicas)  # of one exchange
     if spread:
         for wave in range(waves):
             for modality in range(modalities):
@@ -403,9 +403,8 @@ def _walk(
             for modality in range(modalities - 1, -1, -1):
                 if chunk == ends_in[modality]:
                     phase = wave * modalities + modality
-                    gradients_s[:] = returned[wave, modality]
                     _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
-                             pack_replicas, gradients_s, True)  # fmt: skip
+                             pack_replicas, returned[wave, modality], True)  # fmt: skip
                 if encoded[modality, chunk] > 0.0:
                     now += back[wave, modality] * encoded[modality, chunk]
         free[stage] = now
@@ -416,9 +415,8 @@ def _walk(
         for wave in range(waves):
             for modality in range(modalities):
                 phase = wave * modalities + modality
-                gradients_s[:] = returned[wave, modality]
                 _receive(now, phase, listed, begins, source, item_pack, replica_offsets,
-                         pack_replicas, gradients_s, True)  # fmt: skip
+                         pack_replicas, returned[wave, modality], True)  # fmt: skip
                 now += back[wave, modality]
     return now
 

@@ -17,6 +17,10 @@ GiveToken = Callable[[], str | None]
 """Gives the token to send; asked for each call, so that a new token is used at once."""
 
 
+# What gRPC says where it does not accept a certificate, or cannot read the authorities'.
+_UNACCEPTED = ("verif", "not in peer certificate", "handshake failed", "ssl")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
     """The credentials of a client. Without `tls` it connects in plaintext, and sends its token to
@@ -68,10 +72,6 @@ class Access:
                 "or have it renewed if it has expired."
             )
         return ""
-
-
-# What gRPC says where it does not accept a certificate, or cannot read the authorities'.
-_UNACCEPTED = ("verif", "not in peer certificate", "handshake failed", "ssl")
 
 
 class _CallDetails(

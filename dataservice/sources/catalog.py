@@ -35,7 +35,7 @@ from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.lengths_file import COLUMNS, Lengths, MappedLengths
 from dataservice.sources.manifest import AGAIN, LongSamples, Manifest, PartRecord
-from dataservice.sources.part_reader import read_tokens
+from dataservice.sources.part_reader import read_numbers
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
 
@@ -320,12 +320,12 @@ def read_totals(
     for spec in specs:
         folder = IndexFolder(index_dir, spec.name, roots)
         manifest = _manifest(folder)
-        groups = (group for part in manifest.parts for group, _ in read_tokens(folder, part))
+        parts = (read_numbers(folder, part, "llm_tokens") for part in manifest.parts)
         totals.append(
             SourceTotals(
                 fingerprint=manifest.fingerprint,
                 samples=manifest.rows,
-                tokens=sum(int(tokens.sum(dtype=np.int64)) for tokens in groups),
+                tokens=sum(int(tokens.sum(dtype=np.int64)) for part in parts for (tokens,) in part),
             )
         )
     return tuple(totals)

@@ -37,7 +37,7 @@ from dataservice.sources.manifest import (
     Recipe,
     SkippedSample,
 )
-from dataservice.sources.part_reader import read_tokens, require_whole
+from dataservice.sources.part_reader import read_numbers, require_whole
 from dataservice.sources.part_sums import PartSums
 from dataservice.sources.reasons import ReasonCount, by_wording, reason_lines
 from dataservice.sources.shared_indexing import (
@@ -59,8 +59,8 @@ class TokenFigures:
     p50: int
     p99: int
     longest: int
-    learnt: int = 0
-    unlearnt: int = 0
+    learnt: int
+    unlearnt: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +197,7 @@ def _token_figures(manifest: Manifest, folder: IndexFolder) -> TokenFigures:
     samples_of = np.zeros(1, dtype=np.int64)
     learnt = unlearnt = 0
     for part in manifest.parts:
-        for tokens, of_loss in read_tokens(folder, part):
+        for tokens, of_loss in read_numbers(folder, part, "llm_tokens", "loss_tokens"):
             learnt += int(of_loss.sum(dtype=np.int64))
             unlearnt += int((of_loss == 0).sum())
             counts = np.bincount(tokens, minlength=len(samples_of))

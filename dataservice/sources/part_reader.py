@@ -233,19 +233,17 @@ def _filled(table: pa.Table) -> pa.Table:
     return table
 
 
-def read_tokens(
-    folder: IndexFolder, record: PartRecord
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-    """LLM tokens of a part's samples, and those among them that are learnt, one row group at a
-    time. The part is not checked. Raises IndexStaleError where it cannot be read."""
+def read_numbers(
+    folder: IndexFolder, record: PartRecord, *names: str
+) -> Iterator[tuple[NDArray[np.int32], ...]]:
+    """These numbers of each of a part's samples, one row group at a time. The part is not checked.
+    Raises IndexStaleError where it cannot be read."""
     name = part_name(record.file.name)
     with _in_words(folder, name), folder.open(name) as stream:
         part = pq.ParquetFile(stream)
         for group in range(part.num_row_groups):
-            names = ["llm_tokens", "loss_tokens"]
-            table = part.read_row_group(group, columns=names, use_threads=False)
-            llm, learnt = (table[name].to_numpy() for name in names)
-            yield llm, learnt
+            table = part.read_row_group(group, columns=list(names), use_threads=False)
+            yield tuple(table[name].to_numpy() for name in names)
 
 
 @contextmanager

@@ -39,7 +39,9 @@ def summary(source, reasons=("it is bad.",) * 3):
         files=20,
         files_reused=13,
         media=MediaCounts(images=22_345_678, clips=6_172_839, recordings=7),
-        tokens=TokenFigures(total=11_111_110_200, p50=801, p99=7_002, longest=30_003),
+        tokens=TokenFigures(
+            total=11_111_110_200, p50=801, p99=7_002, longest=30_003, learnt=5, unlearnt=0
+        ),
         skipped=skipped,
         skipped_reasons=by_wording((each.key, each.reason) for each in skipped),
         left_out=(),

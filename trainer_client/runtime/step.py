@@ -197,19 +197,22 @@ def _whole_step(
 def _encoders_train(model: Module, shard: Shard) -> bool:
     """Whether encoding a wave of the step keeps anything for a backward pass; the same on all
     replicas."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    own = cast(MultimodalModel, inner)
+    own = cast(MultimodalModel, _inside_ddp(model))
     return any(keeps_for_backward(own, microbatch) for microbatch in shard.planned)
 
 
 def require_own_tokens(model: Module, shard: Shard) -> None:
     """Have a model that can tell (``require_own_tokens(microbatch)``) refuse what was tokenized for
     another. Raises its LayoutError."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    look = getattr(inner, "require_own_tokens", None)
+    look = getattr(_inside_ddp(model), "require_own_tokens", None)
     if look is not None:
         for microbatch in shard.planned:
             look(microbatch)
+
+
+def _inside_ddp(model: Module) -> Module:
+    inner: Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner
 
 
 def _stream_of(model: Module, device: torch.device, trains: bool) -> EncoderStream | None:

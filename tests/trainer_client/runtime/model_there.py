@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_client.runtime.fake_device import THERE, Staged, moved
-from tests.trainer_client.runtime.random_steps import ITEM_WIDTH, Model, make_model
-from trainer_client.runtime import clock, group_pool, pipeline_timeline
+from tests.trainer_client.runtime.random_steps import ITEM_WIDTH, Model, make_model, make_shard
+from trainer_client.runtime import clock, group_pool, pipeline_timeline, run_step
 
 # What waits in a step: the start's sum, of a pipeline along row and column; and which gradients
 # there are, which DDP and FSDP know.
@@ -94,3 +94,20 @@ def connected_there(pool):
         return group
 
     pool.apart = apart
+
+
+def waits_of_steps(device, pool, model, reduction, drawn, error_of):
+    """Of steps of one model there, one for each of ``drawn`` (seed, samples, waves): microbatches,
+    their CP degrees, what waited and for which file, and the error of the result."""
+    found = []
+    for seed, samples, waves in drawn:
+        shard = make_shard(samples, waves, pool.replicas, pool.replica, seed).to(THERE)
+        model.zero_grad()
+        device.reads.clear()
+        device.copies.clear()
+        ahead = seed % 2 == 0
+        result = run_step(model, shard, pool, gradients=reduction, features_ahead=ahead)
+        waited = [(str(wait), wait.by) for wait in (*device.reads, *device.copies)]
+        degrees = {len(members) for wave in waves for members, _ in wave}
+        found.append((len(shard.microbatches), degrees, waited, error_of(result, samples)))
+    return found

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.trainer_client.runtime.random_steps import WIDTH, Model
 from tests.trainer_client.runtime.world_device import DEVICE
@@ -93,6 +94,26 @@ def sharded(pool, size, model=None, **choices):
     for part in (*model.encoders.values(), *model.layers, model):
         fully_shard(part)
     return model, FsdpReduction(model, pool.everyone, experts=experts, **choices)
+
+
+MAKERS = {"spread": spread, "sharded": sharded}
+
+
+def whole_grad(parameter):
+    """A parameter's gradient, of all replicas that have a part of it."""
+    grad = parameter.grad
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def worst_gradient(model, expected, replica, of_group, whole_grad=whole_grad):
+    """The largest relative error of a replica's gradients, its experts' being those of its place
+    among `of_group`. Collective where they are sharded."""
+    first, worst = replica % of_group * (EXPERTS // of_group), 0.0
+    for name, parameter in model.named_parameters():
+        good = expected[own_name(name, first)]
+        difference = (whole_grad(parameter) - good).norm() / good.norm().clamp_min(1e-3)
+        worst = max(worst, float(difference))
+    return worst
 
 
 def own_name(name, first):

@@ -1,15 +1,8 @@
 """Steps before one step of the optimizer: each adds its gradients to those that are there."""
 
 import pytest
-import torch
 
-from tests.trainer_client.runtime.random_experts import (
-    EXPERTS,
-    make_experts,
-    own_name,
-    sharded,
-    spread,
-)
+from tests.trainer_client.runtime.random_experts import MAKERS, make_experts, worst_gradient
 from tests.trainer_client.runtime.random_steps import (
     make_model,
     make_shard,
@@ -72,18 +65,9 @@ def of_experts(rank, size, cases):
     found = {}
     for make, of_group in cases:
         with GroupPool(timeout_s=60, lane=f"{make} {of_group}") as pool:
-            makers = {"spread": spread, "sharded": sharded}
-            model, reduction = makers[make](pool, of_group)
+            model, reduction = MAKERS[make](pool, of_group)
             run_steps(model, pool, rank, size, reduction)
-        first = rank % of_group * (EXPERTS // of_group)
-        worst = 0.0
-        for name, parameter in model.named_parameters():
-            good, grad = expected[own_name(name, first)], parameter.grad
-            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-            assert good is not None
-            assert isinstance(grad, torch.Tensor)
-            worst = max(worst, float((grad - good).norm() / good.norm().clamp_min(1e-3)))
-        found[make, of_group] = worst
+        found[make, of_group] = worst_gradient(model, expected, rank, of_group)
     return found
 
 

@@ -3,17 +3,17 @@
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_client.runtime.posted_order import Post, stuck
 from tests.trainer_client.runtime.random_chunks import HIDDEN, cut, only_its_parts
 from tests.trainer_client.runtime.random_experts import (
     EXPERTS,
+    MAKERS,
     make_experts,
     own_name,
-    sharded,
     spread,
+    worst_gradient,
 )
 from tests.trainer_client.runtime.random_steps import (
     make_model,
@@ -44,19 +44,16 @@ def shards_of(seed):
 
 
 def spread_cases(rank, size, cases):
-    found, makers = {}, {"spread": spread, "sharded": sharded}
+    found = {}
     for seed, of_group, ahead, make, *choices in cases:
         samples, shards = shards_of(seed)
         loss, grads = single_process(make_experts(), samples)
         with GroupPool(timeout_s=60, lane=f"{seed} {of_group}") as pool:
-            model, reduction = makers[make](pool, of_group, **dict(choices))
+            model, reduction = MAKERS[make](pool, of_group, **dict(choices))
             result = run_step(model, shards[rank], pool, gradients=reduction, features_ahead=ahead)
-        first = rank % of_group * (EXPERTS // of_group)
-        worst = abs(result.loss - loss) / abs(loss)
-        for name, parameter in model.named_parameters():
-            good, grad = grads[own_name(name, first)], parameter.grad
-            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            worst = max(worst, float((grad - good).norm() / good.norm().clamp_min(1e-3)))
+        worst = max(
+            abs(result.loss - loss) / abs(loss), worst_gradient(model, grads, rank, of_group)
+        )
         idle = sum(microbatch.idle for microbatch in shards[rank].microbatches)
         found[seed, of_group] = worst, model.layers[0].mlp.calls, idle
     return found

@@ -9,29 +9,28 @@ knows the latter. Torch itself waits for nothing.
 
 import pytest
 
-from tests.trainer_client.runtime.fake_device import THERE, FakeDevice
+from tests.trainer_client.runtime.fake_device import FakeDevice
 from tests.trainer_client.runtime.model_there import (
     connected_there,
     model_there,
     play_a_stream,
     play_a_transport,
+    waits_of_steps,
     whole_grad,
 )
 from tests.trainer_client.runtime.random_experts import (
-    EXPERTS,
     make_experts,
-    own_name,
     sharded,
     spread,
+    worst_gradient,
 )
 from tests.trainer_client.runtime.random_steps import (
-    make_shard,
     random_plan,
     random_samples,
     single_process,
 )
 from tests.trainer_client.runtime.sharded_there import play_sharding_there
-from trainer_client.runtime import GroupPool, run_step
+from trainer_client.runtime import GroupPool
 
 REPLICAS = 4
 A_SUM = ("a copy to the host", "trainer_client/runtime/host_numbers.py")
@@ -50,42 +49,23 @@ def experts_there(pool, of_group, shards, **choices):
     return model, reduction
 
 
-def worst_difference(result, model, samples, first):
-    """The largest relative error of the loss and of gradients, ``first`` being this replica's first
-    expert. Collective where they are sharded."""
-    loss, grads = single_process(make_experts(), samples)
-    worst = abs(result.loss - loss) / abs(loss)
-    for name, parameter in model.named_parameters():
-        good = grads[own_name(name, first)]
-        difference = (whole_grad(parameter) - good).norm() / good.norm().clamp_min(1e-3)
-        worst = max(worst, float(difference))
-    return worst
-
-
 def steps_there(rank, size, of_group, shards, choices):
-    """Of steps of one model, one for each seed: the microbatches, their CP degrees, what waited and
-    for which file, and the error of the result."""
+    """See ``waits_of_steps``."""
     play_a_stream()
     play_a_transport()
-    found, first = [], rank % of_group * (EXPERTS // of_group)
+    drawn = [(seed, random_samples(seed)) for seed in SEEDS]
+    drawn = [(seed, each, random_plan(each, size, (1, 2, 3), seed)) for seed, each in drawn]
     with FakeDevice() as device, GroupPool(timeout_s=60) as pool:
         play_sharding_there(device)
         connected_there(pool)
         model, reduction = experts_there(pool, of_group, shards, **choices)
-        for seed in SEEDS:
-            samples = random_samples(seed)
-            waves = random_plan(samples, size, (1, 2, 3), seed)
-            shard = make_shard(samples, waves, size, rank, seed).to(THERE)
-            model.zero_grad()
-            device.reads.clear()
-            device.copies.clear()
-            ahead = seed % 2 == 0
-            result = run_step(model, shard, pool, gradients=reduction, features_ahead=ahead)
-            waited = [(str(wait), wait.by) for wait in (*device.reads, *device.copies)]
-            error = worst_difference(result, model, samples, first)
-            degrees = {len(members) for wave in waves for members, _ in wave}
-            found.append((len(shard.microbatches), degrees, waited, error))
-    return found
+
+        def error_of(result, samples):
+            loss, grads = single_process(make_experts(), samples)
+            worst = worst_gradient(model, grads, rank, of_group, whole_grad)
+            return max(abs(result.loss - loss) / abs(loss), worst)
+
+        return waits_of_steps(device, pool, model, reduction, drawn, error_of)
 
 
 @pytest.mark.parametrize(

@@ -18,24 +18,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.trainer_client.runtime.fake_device import BEHIND_ALL_NODES, THERE, FakeDevice
+from tests.trainer_client.runtime.fake_device import BEHIND_ALL_NODES, FakeDevice
 from tests.trainer_client.runtime.model_there import (
     connected_there,
     from_there,
     model_there,
     play_a_stream,
     play_a_transport,
+    waits_of_steps,
 )
 from tests.trainer_client.runtime.random_steps import (
     make_model,
-    make_shard,
     random_plan,
     random_samples,
     single_process,
     worst_difference,
 )
 from tests.trainer_client.runtime.sharded_there import play_sharding_there
-from trainer_client.runtime import FsdpReduction, GroupPool, run_step
+from trainer_client.runtime import FsdpReduction, GroupPool
 
 AT_THE_START = ("a copy to the host", "trainer_client/runtime/host_numbers.py")
 OF_DDP = ("a copy to the host", BEHIND_ALL_NODES)
@@ -70,11 +70,11 @@ def samples_of(seed, modalities):
 
 
 def steps_there(rank, size, how, modalities):
-    """Of steps of one model, one for each seed: the microbatches, their CP degrees, what waited and
-    for which file, and the error of the result."""
+    """See ``waits_of_steps``."""
     play_a_stream()
     play_a_transport()
-    found = []
+    drawn = [(seed, samples_of(seed, modalities)) for seed in SEEDS]
+    drawn = [(seed, each, random_plan(each, size, (1, 2), seed)) for seed, each in drawn]
     with FakeDevice() as device, GroupPool(timeout_s=60) as pool:
         play_sharding_there(device)
         connected_there(pool)
@@ -82,21 +82,12 @@ def steps_there(rank, size, how, modalities):
         reduction = None
         if how in CHOICES:
             reduction = FsdpReduction(model, pool.everyone, **CHOICES[how])
-        for seed in SEEDS:
-            samples = samples_of(seed, modalities)
-            waves = random_plan(samples, size, (1, 2), seed)
-            shard = make_shard(samples, waves, size, rank, seed).to(THERE)
-            model.zero_grad()
-            device.reads.clear()
-            device.copies.clear()
-            ahead = seed % 2 == 0
-            result = run_step(model, shard, pool, gradients=reduction, features_ahead=ahead)
-            waited = [(str(wait), wait.by) for wait in (*device.reads, *device.copies)]
+
+        def error_of(result, samples):
             single = single_process(make_model(()), samples)
-            error = worst_difference(result, from_there(model), *single)[1]
-            degrees = {len(members) for wave in waves for members, _ in wave}
-            found.append((len(shard.microbatches), degrees, waited, error))
-    return found
+            return worst_difference(result, from_there(model), *single)[1]
+
+        return waits_of_steps(device, pool, model, reduction, drawn, error_of)
 
 
 @pytest.mark.parametrize("how", ["ddp", *CHOICES])

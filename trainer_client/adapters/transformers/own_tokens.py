@@ -12,6 +12,11 @@ _NAMES = {
     "audio": ("audio_token_id", "audio_token_index"),
 }
 
+_REMEDY = (
+    "its pipeline.tokenizer, or a placeholder that it names, is not of this model. Give the job "
+    "the tokenizer that lies beside the model, index it again and submit it under another name."
+)
+
 
 class OwnTokens:
     """Compares the first microbatches of a model with its configuration."""
@@ -62,9 +67,3 @@ class OwnTokens:
     @property
     def _named(self) -> str:
         return type(self._model).__name__
-
-
-_REMEDY = (
-    "its pipeline.tokenizer, or a placeholder that it names, is not of this model. Give the job "
-    "the tokenizer that lies beside the model, index it again and submit it under another name."
-)
