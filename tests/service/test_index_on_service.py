@@ -112,7 +112,7 @@ def test_a_worker_that_is_killed_costs_what_it_was_at(service, home, job, begin)
     out, err = running.communicate(timeout=LIMIT_S)
     assert running.returncode == 0, err
     assert "It is asked again." in err
-    assert not indexer.is_running(), "it has ended with its worker"
+    assert indexer not in indexers(service), "it has ended with its worker"
     assert summaries(out)["texts"]["rows"] == LINES + 12
     require_alike(home, index)
     wait_for(lambda: "2 workers" in service.cli("status").stdout, LIMIT_S)
@@ -155,7 +155,8 @@ def stopped_at_work(service: ServiceProcess) -> psutil.Process | None:
             each.suspend()
             stopped.append(each)
     time.sleep(ENDED_S)
-    at_work = [each for each in stopped if each.is_running()]
+    living = indexers(service)
+    at_work = [each for each in stopped if each in living]
     for each in at_work[1:]:
         each.resume()
     return at_work[0] if at_work else None

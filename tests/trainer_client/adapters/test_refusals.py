@@ -211,6 +211,12 @@ def test_items_at_tokens_that_are_not_the_model_s_are_refused(name, token):
         one_step(trainable(model, processor=PROCESSOR), name)
 
 
+def test_ids_that_a_small_model_has_no_embeddings_of_tell_nothing():
+    model = FAMILIES["qwen2_5_vl"].build()
+    model.config.image_token_id = model.config.video_token_id = 151_655
+    one_step(trainable(model, processor=PROCESSOR), "qwen2_5_vl")
+
+
 def test_tokens_beyond_the_embeddings_are_refused_before_they_are_looked_up():
     model = FAMILIES["llama"].build()
     model.resize_token_embeddings(4)

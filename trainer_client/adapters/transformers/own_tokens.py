@@ -1,6 +1,7 @@
 """Whether the job was tokenized for this model: features replace embeddings wherever the plan says,
 so that another tokenizer's ids would be trained without a word."""
 
+import sys
 from typing import Any
 
 from trainer_client.runtime import LayoutError
@@ -23,15 +24,9 @@ class OwnTokens:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        config = model.config
-        self._own = {
-            modality: {
-                name: token
-                for name in names
-                if isinstance(token := getattr(config, name, None), int)
-            }
-            for modality, names in _NAMES.items()
-        }
+        # Adapters wrap embeddings in ways that have no number of them.
+        self._words: int = getattr(model.get_input_embeddings(), "num_embeddings", sys.maxsize)
+        self._own = {modality: self._own_tokens(names) for modality, names in _NAMES.items()}
         self._left = {"text", *(modality for modality, own in self._own.items() if own)}
 
     def look_at(self, microbatch: Microbatch) -> None:
@@ -42,12 +37,10 @@ class OwnTokens:
             return
         if "text" in self._left:
             self._left.discard("text")
-            embeddings, largest = self._model.get_input_embeddings(), int(ids.max())
-            words = getattr(embeddings, "num_embeddings", None)  # adapters wrap them otherwise
-            if words is not None and largest >= words:
+            if (largest := int(ids.max())) >= self._words:
                 raise LayoutError(
                     f"the job's tokens go up to {largest:,}, and {self._named} has embeddings of "
-                    f"{words:,}: {_REMEDY}"
+                    f"{self._words:,}: {_REMEDY}"
                 )
         for modality in sorted(self._left - {"text"}):
             batch: ModalityBatch | None = vars(microbatch)[modality]
@@ -63,6 +56,16 @@ class OwnTokens:
                     f"the job has token {strange[0]} where features of {modality} go, and "
                     f"{self._named} has {said}: {_REMEDY}"
                 )
+
+    def _own_tokens(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Those of the configuration that the model has embeddings of: a small model of random
+        weights keeps the ids of the large one, which tell nothing."""
+        found = {name: getattr(self._model.config, name, None) for name in names}
+        return {
+            name: token
+            for name, token in found.items()
+            if isinstance(token, int) and 0 <= token < self._words
+        }
 
     @property
     def _named(self) -> str:
