@@ -184,8 +184,9 @@ def compose_step(
         except NoRoomError:
             continue  # at one degree for all, items may have room nowhere
         for other in rival.options:
-            if bound.of(found) >= best.time.total_s:
-                break
+            least = bound.as_formed if room is None and _stays_as_formed(other) else bound.of
+            if least(found) >= best.time.total_s:
+                continue
             if rival.due and other == rival.options[0]:
                 effort.take(more_s)
             elif not effort.spend(more_s):
@@ -436,6 +437,12 @@ class _Variant:
 def _decides_all(options: PlanOptions) -> bool:
     """Whether strategy `full` decides about every stage."""
     return options.strategy == "full" and options.stages == STRATEGIES["full"]
+
+
+def _stays_as_formed(options: PlanOptions) -> bool:
+    """Whether no later stage changes anything, as in baselines."""
+    stages = options.stages
+    return (stages.assign, stages.order, stages.dispatch) == ("as_packed", "as_formed", "home")
 
 
 def _rivals(

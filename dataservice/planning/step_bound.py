@@ -5,7 +5,7 @@ however it is shared, memory, which makes several waves of much, and what the la
 pipeline waits for before its first pass and after its last.
 """
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,9 @@ from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning.context.groups import ContextWaves
 from dataservice.planning.kernels.compile import kernel
+from dataservice.planning.stages.dispatch import units_seconds
 from dataservice.planning.stages.group import full_attention
+from dataservice.planning.step_time import Phases, meeting_seconds
 
 
 class StepBound:
@@ -33,6 +35,7 @@ class StepBound:
         units: NDArray[np.int32] | None = None,
     ) -> None:
         self._topology, self._cost = topology, options.cost
+        self._lengths, self._units = lengths, units
         self._meet = topology.replicas_meet == "wave"
         self._decoder_s = self._longest_s = 0.0
         self._encoders_s = [0.0 for _ in Modality]
@@ -65,19 +68,71 @@ class StepBound:
         """The least that a step of these waves takes: in sum as long as the slowest group of each
         or, where replicas meet once a step, as what they do in the mean."""
         if self._meet:
-            return self.given(waves.makespan_s)
+            decoder_s = max(self._decoder_s, waves.makespan_s)
+            return self._step(decoder_s, self._encoders_s, _least_wave(waves))
         work_s = sum(float(wave.time_s @ wave.degrees) for wave in waves.waves)
         return self.given(mean_s=work_s / self._topology.replicas)
+
+    def as_formed(self, waves: ContextWaves) -> float:
+        """The same where waves and groups stay as they were formed and each item is encoded whole
+        by its sample's own group, as in a trainer that plans nothing: the slowest group of each
+        wave encodes, or the busiest replica of all. O(n + packs)."""
+        topology, modalities = self._topology, len(Modality)
+        slowest = np.zeros((len(waves.waves), modalities))
+        busy = np.zeros((1 + modalities, topology.replicas))
+        for wave, of_wave in zip(waves.waves, slowest, strict=True):
+            _add_groups(
+                wave.samples,
+                wave.sample_offsets,
+                wave.ranks,
+                wave.rank_offsets,
+                wave.time_s,
+                self._item_seconds,
+                of_wave,
+                busy,
+            )
+        batches_s = np.array([_phase_cost(self._cost, m).batch_s for m in Modality])
+        encode = slowest + (slowest > 0) * batches_s
+        if self._meet:
+            decode = np.array([wave.makespan_s for wave in waves.waves])
+            phases = Phases(decode[:, None], encode[:, :, None], np.zeros_like(encode))
+            found_s = meeting_seconds(phases, topology) + self._cost.step.gradient_s
+        else:
+            busiest = busy[:, busy.sum(axis=0).argmax()]
+            busiest[1:] += (encode - slowest).sum(axis=0)
+            found_s = self._step(float(busiest[0]), busiest[1:].tolist())
+        return max(found_s, self.of(waves))
+
+    @cached_property
+    def _item_seconds(self) -> NDArray[np.float64]:
+        """What encoding the items of each sample takes: float64[n, modalities]."""
+        lengths, cost = self._lengths, self._cost
+        return _sample_item_seconds(
+            lengths.item_offsets,
+            lengths.item_modality,
+            lengths.item_encoder_tokens,
+            np.zeros(0, np.int32) if self._units is None else self._units,
+            np.array([_phase_cost(cost, modality).coefficients for modality in Modality]),
+        )
 
     def given(self, waves_s: float = 0.0, *, mean_s: float = 0.0) -> float:
         """The least that a step takes whose waves' makespans are at least `waves_s` in sum, those
         of one plan or a bound of all of them, and whose replicas decode for at least `mean_s` in
         the mean. `waves_s` is without effect where replicas meet once a step."""
         decoder_s = max(self._decoder_s, mean_s, waves_s if self._meet else 0.0)
-        stage_s = _busiest_stage(
-            decoder_s, self._encoders_s, self._topology, self._cost, self._parts
-        )
+        return self._step(decoder_s, self._encoders_s)
+
+    def _step(self, decoder_s: float, encoders_s: list[float], wave_s: float = 0.0) -> float:
+        """The step of so many seconds of the decoder and of each encoder; no wave takes less than
+        `wave_s`, or β₁."""
+        wave_s = max(wave_s, self._cost.llm.group_s)
+        stage_s = _busiest_stage(decoder_s, encoders_s, wave_s, self._parts)
         return max(stage_s, self._longest_s) + self._cost.step.gradient_s
+
+
+def _least_wave(waves: ContextWaves) -> float:
+    """Seconds of the wave whose slowest group takes least."""
+    return min((wave.makespan_s for wave in waves.waves), default=0.0)
 
 
 def _phase_cost(cost: CostModel, modality: Modality) -> PhaseCost:
@@ -153,6 +208,53 @@ def _item_sums(
     return sums
 
 
+@kernel
+def _sample_item_seconds(
+    item_offsets: NDArray[np.int64],
+    modality: NDArray[np.int8],
+    tokens: NDArray[np.int32],
+    units: NDArray[np.int32],
+    encoders: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Of items as `units_seconds` has them; `encoders` float64[M, 3] are the coefficients."""
+    seconds = np.zeros((item_offsets.size - 1, encoders.shape[0]))
+    for sample in range(item_offsets.size - 1):
+        for item in range(item_offsets[sample], item_offsets[sample + 1]):
+            count = units[item] if units.size else 1
+            of_unit, fixed = units_seconds(tokens[item], count, encoders[modality[item]])
+            seconds[sample, modality[item]] += of_unit * count + fixed
+    return seconds
+
+
+@kernel
+def _add_groups(
+    samples: NDArray[np.int32],
+    sample_offsets: NDArray[np.int64],
+    ranks: NDArray[np.int32],
+    rank_offsets: NDArray[np.int64],
+    time_s: NDArray[np.float64],
+    item_seconds: NDArray[np.float64],
+    slowest: NDArray[np.float64],
+    busy: NDArray[np.float64],
+) -> None:
+    """What a wave's groups encode of their own items, spread evenly over their replicas: the most
+    of any to `slowest` float64[M], and beside their decoding to `busy` float64[1 + M, N]."""
+    encoding = np.empty(slowest.size)
+    for group in range(time_s.size):
+        encoding[:] = 0.0
+        for place in range(sample_offsets[group], sample_offsets[group + 1]):
+            for modality in range(encoding.size):
+                encoding[modality] += item_seconds[samples[place], modality]
+        first, end = rank_offsets[group], rank_offsets[group + 1]
+        for modality in range(encoding.size):
+            encoding[modality] /= end - first
+            slowest[modality] = max(slowest[modality], encoding[modality])
+        for place in range(first, end):
+            busy[0, ranks[place]] += time_s[group]
+            for modality in range(encoding.size):
+                busy[1 + modality, ranks[place]] += encoding[modality]
+
+
 def _encoder(
     items: _Items | None, modality: Modality, topology: Topology, cost: CostModel, meet: bool
 ) -> float:
@@ -209,17 +311,14 @@ def busiest_parts(
 
 
 def _busiest_stage(
-    decoder_s: float,
-    encoders_s: list[float],
-    topology: Topology,
-    cost: CostModel,
-    parts: _Parts,
+    decoder_s: float, encoders_s: list[float], wave_s: float, parts: _Parts
 ) -> float:
-    """The stage with most to do, and the last one behind those that fill it and drain it."""
+    """The stage with most to do, and the last one behind those that fill it and drain it, for as
+    long as their parts of the shortest wave take."""
     if decoder_s == 0:
         return 0.0
     of_stage = decoder_s * parts.decoder
-    of_stage[-1] += cost.llm.group_s * parts.ahead
+    of_stage[-1] += wave_s * parts.ahead
     for encoder_s, of_encoder in zip(encoders_s, parts.encoders, strict=True):
         of_stage += encoder_s * of_encoder
     return float(of_stage.max())

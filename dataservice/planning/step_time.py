@@ -208,10 +208,14 @@ def _total_seconds(
 ) -> float:
     if plan.waves == 0:
         return 0.0
-    stages = topology.pipeline_stages
     if topology.replicas_meet == "step" and plan.replicas > 1:
         return _met_once(phases, plan, items, topology)
-    if stages == 1:
+    return meeting_seconds(phases, topology)
+
+
+def meeting_seconds(phases: Phases, topology: Topology) -> float:
+    """What replicas that meet in every wave take for these phases, gradients left out. O(W·N)."""
+    if topology.pipeline_stages == 1:
         moving = sum(way.sum() for way in _exchange_ways(phases, topology))
         encoding = phases.encode.max(axis=2).sum()
         return float(phases.decode.max(axis=1).sum() + encoding + moving)

@@ -11,7 +11,7 @@ from dataservice.core.errors import SpecError
 from dataservice.core.job import AttemptRecord, JobRecord
 from dataservice.core.job_setup import JobSetup
 from dataservice.engine import coordinator as coordinator_module
-from dataservice.engine.opening import MOST_WAITING
+from dataservice.engine.opening import MOST_WAITING, Openings
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.sessions import open_all
 from tests.engine.support import Books, make_coordinator, make_setup
@@ -37,7 +37,21 @@ def that_ran(teams: int, jobs: int) -> MemoryStateStore:
     return store
 
 
-async def test_a_job_that_a_rank_asks_for_does_not_wait_behind_the_others():
+@pytest.fixture
+def asked(monkeypatch) -> set[str]:
+    """The jobs whose opening has begun or waits."""
+    names: set[str] = set()
+    run = Openings.run_registered
+
+    async def noted(self, job, work):
+        names.add(job)
+        return await run(self, job, work)
+
+    monkeypatch.setattr(Openings, "run_registered", noted)
+    return names
+
+
+async def test_a_job_that_a_rank_asks_for_does_not_wait_behind_the_others(asked):
     held, setup = threading.Event(), make_setup(samples=40)
     opened: list[str] = []
 
@@ -52,7 +66,7 @@ async def test_a_job_that_a_rank_asks_for_does_not_wait_behind_the_others():
     await until(lambda: len(opened) == AT_ONCE)
     wanted = "team-0/job-069"
     ranks = asyncio.create_task(open_all(coordinator, job=wanted))
-    await asyncio.sleep(0.1)  # until it waits
+    await until(lambda: wanted in asked)
     held.set()
     await ranks
     assert wanted in opened[: 2 * AT_ONCE], "before those of its team that nobody asks for"
@@ -92,7 +106,7 @@ async def test_jobs_are_restored_also_where_no_worker_comes(monkeypatch):
     await coordinator.stop()
 
 
-async def test_ranks_of_all_jobs_may_wait_at_once():
+async def test_ranks_of_all_jobs_may_wait_at_once(asked):
     """A service starts again under more jobs of one team than may be submitted at a time."""
     held, setup = threading.Event(), make_setup(samples=40)
 
@@ -105,7 +119,7 @@ async def test_ranks_of_all_jobs_may_wait_at_once():
     await coordinator.start()
     jobs = [record.name for record in store.jobs()]
     ranks = [asyncio.create_task(open_all(coordinator, job=name)) for name in jobs]
-    await asyncio.sleep(0.1)  # until all wait
+    await until(lambda: asked == set(jobs))
     held.set()
     await asyncio.gather(*ranks)
     await coordinator.stop()

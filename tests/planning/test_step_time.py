@@ -18,7 +18,7 @@ from dataservice.core.plan_options import STRATEGIES, CostModel, PlanOptions
 from dataservice.core.sample import LengthTable, Modality
 from dataservice.core.topology import Topology
 from dataservice.planning import compose as compose_module
-from dataservice.planning.compose import StepSamples, compose_step
+from dataservice.planning.compose import BASELINES, StepSamples, compose_step
 from dataservice.planning.pipeline_parallel.simulator import FORWARD, make_program, simulate_1f1b
 from dataservice.planning.stages.dispatch import encoder_items
 from dataservice.planning.stages.static_bounds import StaticBounds
@@ -441,6 +441,37 @@ def test_no_plan_that_is_compared_ends_before_the_bound_of_its_waves(
         assert bound.given() <= made <= total_s * (1 + 1e-9)
         if stages == 1 and meet == "step":
             assert made >= (plan.pack_seconds * plan.pack_degree).sum() / 6
+
+
+@pytest.mark.parametrize("meet", ["wave", "step"])
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("strategy", BASELINES)
+def test_a_baseline_does_not_end_before_its_groups_have_encoded_their_own_items(
+    monkeypatch, strategy, stages, virtual_stages, meet
+):
+    topology = Topology(
+        world_size=6 * stages,
+        ranks_per_replica=stages,
+        pipeline_stages=stages,
+        virtual_stages=virtual_stages if stages > 1 else 1,
+        replicas_meet=meet,
+    )
+    options = PlanOptions(memory_tokens=420, cost=RICH, strategy=strategy)
+    formed, group = [], compose_module.group_packs
+    monkeypatch.setattr(
+        compose_module, "group_packs", lambda packed: formed.append(group(packed)) or formed[-1]
+    )
+    nearer = 0
+    for seed in range(6):
+        samples = step_samples(60, seed, longest=800)
+        units = samples.lengths.item_units(samples.unit_frames)
+        made = compose_step(samples, step=0, topology=topology, options=options)
+        bound = StepBound(samples.lengths, topology, options, units)
+        of_waves, as_formed = bound.of(formed[-1]), bound.as_formed(formed[-1])
+        assert of_waves <= as_formed <= made.predicted_s * (1 + 1e-9)
+        nearer += as_formed > of_waves
+    assert nearer > 3
 
 
 def test_a_stage_of_its_own_for_encoders_has_no_part_of_the_decoder():
