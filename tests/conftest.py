@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests run side by side, and so do ranks within one: threads of all of them that wait for one another
-# by spinning made a step of 2 s take 40. Before torch is loaded, and for what tests start.
+# Tests run side by side, and so do ranks within one: threads of all of them that wait for one
+# another by spinning made a step of 2 s take 40. Before torch is loaded, and for what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test asserts a time: on a busy machine an example may take long, and so may drawing one.

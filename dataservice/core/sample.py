@@ -28,6 +28,13 @@ PART_KINDS: Mapping[str, MediaKind] = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
+# Keys of such parts, as Qwen's are documented, by which other frames or pixels would be shown.
+PART_OPTIONS = frozenset(
+    {
+        *("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels"),
+        *("video_start", "video_end", "nframes", "fps", "min_frames", "max_frames"),
+    }
+)
 
 
 # Products and sums of larger weights could leave the range of floats.

@@ -140,11 +140,12 @@ class ChatTemplate:
         tools = self._guard.protect_all(conversation.tools)
         text = self._render(turns, tools, prompt=False)
         self._require_shown(text, turns, tools)
+        silent = frozenset(k for k, said in enumerate(conversation.messages) if not said.learnt)
         if self._traced is None:
-            return text
-        learnt = self._learnt_by_prefix(text, turns, tools)
+            return self._without_loss(text, turns, silent)
+        learnt = self._learnt_by_prefix(text, turns, tools, silent)
         if learnt is None:
-            learnt = self._learnt_by_turns(text, turns, tools)
+            learnt = self._learnt_by_turns(text, turns, tools, silent)
         if learnt is None:
             raise SampleError(
                 f"chat template {quoted(self.name)} does not tell which text the assistant's turns "
@@ -153,6 +154,25 @@ class ChatTemplate:
                 "turns. Add {% generation %} to the template, or choose chatml."
             )
         return _marked(text, learnt)
+
+    def _without_loss(self, text: str, turns: Sequence[Turn], silent: frozenset[int]) -> str:
+        """The marked text of a template with `{% generation %}`, without the marks of assistants'
+        turns that are `silent`. Raises SampleError where it is unclear which are theirs."""
+        assistants = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if not silent.intersection(assistants):
+            return text
+        pieces = text.split(LOSS_OPEN)
+        if len(pieces) != len(assistants) + 1:
+            raise SampleError(
+                f"a turn of the conversation has weight 0, and chat template {quoted(self.name)} "
+                f"has {len(pieces) - 1} stretches of {{% generation %}} for {len(assistants)} "
+                "turns of the assistant, so that it is unclear which is that turn's. Remove the "
+                "weight, or choose a template with one for each turn."
+            )
+        first, *others = pieces
+        for turn, piece in zip(assistants, others, strict=True):
+            first += piece.replace(LOSS_CLOSE, "", 1) if turn in silent else LOSS_OPEN + piece
+        return first
 
     # ---- nothing is lost ----
 
@@ -174,10 +194,11 @@ class ChatTemplate:
     # ---- loss by prefix difference ----
 
     def _learnt_by_prefix(
-        self, text: str, turns: Sequence[Turn], tools: object
+        self, text: str, turns: Sequence[Turn], tools: object, silent: frozenset[int]
     ) -> list[tuple[int, int]] | None:
-        """The learnt parts of `text`, (start, end) in order; None when a turn changes the text of
-        what comes before it, or earlier turns are no conversation of their own."""
+        """The learnt parts of `text`, (start, end) in order, of turns that are not `silent`; None
+        when a turn changes the text of what comes before it, or earlier turns are no conversation
+        of their own."""
         usual = self._usual_prompt or ""
         learnt = []
         for place, turn in enumerate(turns):
@@ -194,16 +215,17 @@ class ChatTemplate:
             # Some templates give no prompt after a tool's answer, and yet write the header.
             if not before.endswith(usual) and after.startswith(usual, start):
                 start += len(usual)
-            learnt.append((start, _end_of_turn(after, start, self._guard)))
+            if place not in silent:
+                learnt.append((start, _end_of_turn(after, start, self._guard)))
         return learnt
 
     # ---- loss of the text that turns write ----
 
     def _learnt_by_turns(
-        self, text: str, turns: Sequence[Turn], tools: object
+        self, text: str, turns: Sequence[Turn], tools: object, silent: frozenset[int]
     ) -> list[tuple[int, int]] | None:
-        """The learnt parts of `text`, (start, end) in order; None when the template's loops do not
-        tell whose text is whose."""
+        """The learnt parts of `text`, (start, end) in order, of turns that are not `silent`; None
+        when the template's loops do not tell whose text is whose."""
         shown = self._traced_text(turns, tools, prompt=False)
         if shown is None or shown.text != text or not self._kept_apart(turns, tools):
             return None
@@ -222,6 +244,8 @@ class ChatTemplate:
             header = self._header(written, turns, place, tools)
             if header is None:
                 return None
+            if place in silent:
+                continue
             learnt += _within(parts, header, _end_of_turn(written, header, self._guard))
         return sorted(learnt)
 

@@ -30,7 +30,7 @@ from typing import cast, get_args
 
 from dataservice.core.errors import SampleError
 from dataservice.core.quoting import cut, quoted
-from dataservice.core.sample import PART_KINDS, MediaKind, PlaceholderRule
+from dataservice.core.sample import PART_KINDS, PART_OPTIONS, MediaKind, PlaceholderRule
 
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 _PLACEHOLDER = re.compile("<(image|video|audio)>")
@@ -50,6 +50,7 @@ _QUESTIONS = ("question", "problem")
 # What a question may refer to, and the reader would not show.
 _BESIDE_QUESTIONS = ("choices", "options")
 _TRANSCRIPTS = ("sentence", "transcription", "transcript")
+_WEIGHT = "weight"
 _LISTS = (list, tuple)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -67,11 +68,13 @@ Part = str | MediaPart
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """One turn. `extras` are the record's other keys, such as `tool_calls` or `name`; `listed` is
-    true where the record has the content as a list, whose texts then stay apart."""
+    true where the record has the content as a list, whose texts then stay apart. Of an assistant's
+    turn, `learnt` says whether its text is."""
 
     role: str
     parts: tuple[Part, ...]
     listed: bool = False
+    learnt: bool = True
     extras: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -224,8 +227,14 @@ def _conversations(record: Mapping[str, object], split: "_Splitter") -> Conversa
                 f"{type(value).__name__}; from must be one of {', '.join(_ROLES)}, and value a "
                 "string."
             )
-        extras = _extras(turn, "from", "value")
-        messages.append(Message(role=role, parts=split(value), extras=extras))
+        messages.append(
+            Message(
+                role=role,
+                parts=split(value),
+                learnt=_is_learnt(turn, role),
+                extras=_extras(turn, "from", "value"),
+            )
+        )
     return _with_system(record, messages)
 
 
@@ -236,6 +245,7 @@ def _openai(record: Mapping[str, object], key: str, split: "_Splitter") -> Conve
     if any(_is_media_part(part) for content in lists for part in content):
         split = _Splitter(files=frozenset(), rule="text")
     messages = []
+    _require_listed_order([part for content in lists for part in content])
     for turn, content in zip(turns, contents, strict=True):
         role = turn.get("role")
         if not isinstance(role, str) or not role:
@@ -248,6 +258,7 @@ def _openai(record: Mapping[str, object], key: str, split: "_Splitter") -> Conve
                 role=role,
                 parts=_content(content, split),
                 listed=isinstance(content, _LISTS),
+                learnt=_is_learnt(turn, role),
                 extras=_extras(turn, "role", "content"),
             )
         )
@@ -257,14 +268,36 @@ def _openai(record: Mapping[str, object], key: str, split: "_Splitter") -> Conve
 def _extras(turn: Mapping[str, object], *read: str) -> dict[str, object]:
     """The turn's other keys. Parquet writes every key in every row, with None for those that the
     row does not have."""
+    read = (*read, _WEIGHT)
     return {key: value for key, value in turn.items() if key not in read and value is not None}
+
+
+def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
+    """What OpenAI's `weight` of a turn says, 0 or 1, which ShareGPT's have too."""
+    weight = turn.get(_WEIGHT)
+    if weight is None:
+        return True
+    if isinstance(weight, bool) or weight not in ((0, 1) if role == "assistant" else (0,)):
+        raise SampleError(
+            f"a turn of role {quoted(role, 40)} has weight {quoted(weight, 40)}; an assistant's "
+            "may be 0, which is not learnt, or 1, and others' 0. Correct or remove it; a weight of "
+            "the whole sample is named by columns: {loss_weight: …} in the source."
+        )
+    return bool(weight)
 
 
 def _with_system(record: Mapping[str, object], messages: list[Message]) -> Conversation:
     """The conversation with the system prompt, which some datasets keep in a separate key."""
     system = record.get("system")
-    if isinstance(system, str) and system and not any(m.role == "system" for m in messages):
-        messages = [Message(role="system", parts=(system,)), *messages]
+    if isinstance(system, str) and system:
+        first = Message(role="system", parts=(system,))
+        own = [message.parts for message in messages if message.role == "system"]
+        if own not in ([], [first.parts]):
+            raise SampleError(
+                f"the record has system {quoted(system, 60)}, and other system turns too. Keep "
+                "one, or write ignore: [system] in the source."
+            )
+        messages = messages if own else [first, *messages]
     return Conversation(messages=tuple(messages), tools=_tools(record))
 
 
@@ -323,6 +356,7 @@ def _content(content: object, split: "_Splitter") -> tuple[Part, ...]:
         if isinstance(part, str):
             parts.extend(split(part))
         elif isinstance(part, Mapping) and str(part.get("type")) in PART_KINDS:
+            _refuse_options(part)
             parts.append(MediaPart(kind=PART_KINDS[str(part["type"])]))
         elif isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS:
             # A template may write something around an empty text as well.
@@ -333,6 +367,36 @@ def _content(content: object, split: "_Splitter") -> tuple[Part, ...]:
                 f"object whose type is one of {', '.join([*sorted(_TEXT_PARTS), *PART_KINDS])}."
             )
     return tuple(parts)
+
+
+def _require_listed_order(parts: Sequence[object]) -> None:
+    """Raises SampleError where parts say by `index` that their files come in another order than the
+    record lists them."""
+    seen: Counter[MediaKind] = Counter()
+    for part in parts:
+        if not isinstance(part, Mapping) or (kind := PART_KINDS.get(str(part.get("type")))) is None:
+            continue
+        index = part.get("index")
+        if index is not None and index != seen[kind]:
+            raise SampleError(
+                f"a part of type {part['type']!r} has index {quoted(index, 40)}, and shows number "
+                f"{seen[kind]} of the sample's {kind} files, counted from 0: files are shown in "
+                "the order in which the record lists them. List them in the order of the parts, "
+                "each as often as it is shown."
+            )
+        seen[kind] += 1
+
+
+def _refuse_options(part: Mapping[str, object]) -> None:
+    """Raises SampleError on what would be shown otherwise by who reads Qwen's options."""
+    given = sorted(key for key in PART_OPTIONS if part.get(key) is not None)
+    if given:
+        raise SampleError(
+            f"a part of type {part['type']!r} has {given[0]}: {quoted(part[given[0]], 40)}, which "
+            "is not read: pipeline.vision says how many frames and pixels all have. Cut or resize "
+            f"the file itself, or write ignore: [{', '.join(given)}] in the source to train on all "
+            "of it."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from dataservice.core.errors import QuotaError, RoleError, ServiceError, TokenError
 from dataservice.core.team import NO_TEAM, Identity, Role, TeamSpec, team_of
-from dataservice.serving.audit import AuditLog, Event
+from dataservice.serving.audit import CHANGES, AuditLog, Event
 from dataservice.serving.identity import Authenticate, Caller, bearer_token, everyone, require_role
 from dataservice.serving.limits import Limits, require_within
 from dataservice.serving.status_codes import ServiceUnreachableError, answered
@@ -133,6 +133,7 @@ class AccessControl:
         async with answered(context, method):
             try:
                 self._admit(visit, context, request)
+                self._require_recorded(visit)
                 with self._counted(visit.caller.identity.team):
                     yield visit
             except ServiceError as error:
@@ -149,6 +150,11 @@ class AccessControl:
         """Write a change to the audit log."""
         if self._audit is not None:
             self._audit.change(visit.event(outcome, reason))
+
+    def note_session(self, visit: Visit, outcome: str, reason: str) -> None:
+        """Write to the audit log that a session opened or closed."""
+        if self._audit is not None:
+            self._audit.session(visit.event(outcome, reason))
 
     def require_still(self, visit: Visit, context: Context) -> None:
         """Raises ServiceUnreachableError where the call's token is no longer valid: the client
@@ -176,6 +182,17 @@ class AccessControl:
         if request is not None:
             self.require_within(request)
 
+    def _require_recorded(self, visit: Visit) -> None:
+        """Raises QuotaError where a change is one too many for the audit log."""
+        if self._audit is None or not RULES[visit.method].audited:
+            return
+        if not self._audit.allows_change(visit.caller.identity.team):
+            at_once, per_s = CHANGES
+            raise QuotaError(
+                f"this team has made {at_once:,} changes in short order, and {per_s:g} a second "
+                "are recorded in the long run. Try again later."
+            )
+
     @contextlib.contextmanager
     def _counted(self, team: str) -> Iterator[None]:
         if self._calls[team] >= self.limits.calls_per_team:
@@ -193,7 +210,6 @@ class AccessControl:
         if self._audit is None:
             return
         event = visit.event(type(error).__name__, str(error))
-        if visit.foreign or isinstance(error, REFUSALS):
+        changes = visit.method in RULES and RULES[visit.method].audited
+        if changes or visit.foreign or isinstance(error, REFUSALS):
             self._audit.refusal(event)
-        elif visit.method in RULES and RULES[visit.method].audited:
-            self._audit.change(event)

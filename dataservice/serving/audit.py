@@ -5,6 +5,10 @@ opened anew under its name, so every kind of log rotation works. When a line can
 call goes on and the service's own log says so. No token is ever in the file. A new file belongs to
 its owner alone; an existing one keeps its group permissions, which a log collector may need, but
 none for others.
+
+No team fills the disk, or leaves others no room to be recorded: each has so many lines at once, and
+so many a second in the long run. Of refusals and of sessions more are only counted; changes are
+recorded all, so that more are refused before they are made.
 """
 
 import json
@@ -13,6 +17,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -26,8 +31,31 @@ log = logging.getLogger(__name__)
 
 _TOKEN = re.compile(rf"{TOKEN_PREFIX}[A-Za-z0-9_-]{{8,}}")
 REASON_CHARS = 500
-# A refused client may retry a thousand times a second, and must not fill the disk.
-REFUSALS_PER_S = 50.0
+
+
+class Allowance:
+    """So many at once, and so many a second in the long run."""
+
+    def __init__(self, at_once: int, per_s: float, clock: Callable[[], float]) -> None:
+        self._most, self._per_s, self._clock = at_once, per_s, clock
+        self._left, self._seen_s = float(at_once), clock()
+
+    def take(self) -> bool:
+        """Whether one more may be; then it is counted."""
+        now_s = self._clock()
+        gained = max(0.0, now_s - self._seen_s) * self._per_s
+        self._left, self._seen_s = min(self._most, self._left + gained), now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+# Of each team, at once and a second. A refused client may retry a thousand times a second; a job of
+# 10,000 ranks opens as many sessions at each of its starts.
+REFUSALS = (50, 1.0)
+SESSIONS = (50_000, 10.0)
+CHANGES = (1_000, 5.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +82,8 @@ class AuditLog:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
-        self._allowance = REFUSALS_PER_S
-        self._refilled_s = clock()
-        self._left_out = 0
+        self._allowances: dict[tuple[str, str], Allowance] = {}
+        self._left_out: Counter[tuple[str, str]] = Counter()
         try:
             self._file = self._opened()
         except OSError as error:
@@ -66,22 +93,35 @@ class AuditLog:
             ) from error
 
     def change(self, event: Event) -> None:
-        """Record a change, or a change that failed."""
+        """Record a change."""
         with self._lock:
             self._write(event)
 
-    def refusal(self, event: Event) -> None:
-        """Record a refusal. Those above `REFUSALS_PER_S` are only counted."""
+    def allows_change(self, team: str) -> bool:
+        """Whether a team may make one more change; then it is counted."""
         with self._lock:
-            now_s = self._clock()
-            gained = (now_s - self._refilled_s) * REFUSALS_PER_S
-            self._allowance = min(REFUSALS_PER_S, self._allowance + max(0.0, gained))
-            self._refilled_s = now_s
-            if self._allowance < 1:
-                self._left_out += 1
-                return
-            self._allowance -= 1
-            self._write(event)
+            return self._takes(team, "changes", *CHANGES)
+
+    def refusal(self, event: Event) -> None:
+        """Record a refusal, or a change that failed. Those above `REFUSALS` are only counted."""
+        self._bounded(event, "refusals", *REFUSALS)
+
+    def session(self, event: Event) -> None:
+        """Record that a session opened or closed. Those above `SESSIONS` are only counted."""
+        self._bounded(event, "sessions", *SESSIONS)
+
+    def _bounded(self, event: Event, kind: str, at_once: int, per_s: float) -> None:
+        with self._lock:
+            if self._takes(event.team, kind, at_once, per_s):
+                self._write(event)
+            else:
+                self._left_out[event.team, kind] += 1
+
+    def _takes(self, team: str, kind: str, at_once: int, per_s: float) -> bool:
+        key = team, kind
+        if key not in self._allowances:
+            self._allowances[key] = Allowance(at_once, per_s, self._clock)
+        return self._allowances[key].take()
 
     def close(self) -> None:
         """Close the file."""
@@ -97,13 +137,14 @@ class AuditLog:
         made = datetime.fromtimestamp(self._clock(), tz=UTC).isoformat(timespec="milliseconds")
         plain: dict[str, object] = {"time": made.replace("+00:00", "Z"), **asdict(event)}
         plain["reason"] = event.reason[:REASON_CHARS]
-        if self._left_out:
-            plain["refusals_left_out"] = self._left_out
+        untold = [key for key in self._left_out if key[0] == event.team]
+        plain |= {f"{kind}_left_out": self._left_out[team, kind] for team, kind in untold}
         line = _TOKEN.sub(f"{TOKEN_PREFIX}...", json.dumps(plain)) + "\n"
         try:
             self._follow()
             os.write(self._file, line.encode())
-            self._left_out = 0
+            for key in untold:
+                del self._left_out[key]
         except OSError as error:
             log.error("the audit log %s misses a line: %s", self._path, error.strerror)
 

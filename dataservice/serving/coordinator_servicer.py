@@ -273,7 +273,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             about = visit.job, request.rank, client
             self._job_of_session[opened.session] = visit.job
             log.info("%s rank %d: session of %s opened", *about)
-            self._access.note(visit, "opened", f"rank {request.rank}, {client}")
+            self._access.note_session(visit, "opened", f"rank {request.rank}, {client}")
             try:
                 await context.write(_session_event(opened))
                 await self._session_over(opened.session, visit, context)
@@ -281,7 +281,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 self._api.close_session(opened.session)
                 del self._job_of_session[opened.session]
                 log.info("%s rank %d: session of %s closed", *about)
-                self._access.note(visit, "closed", f"rank {request.rank}, {client}")
+                self._access.note_session(visit, "closed", f"rank {request.rank}, {client}")
 
     async def GetShard(  # type: ignore[override]  # answered in bytes, see add_to_server
         self, request: coordinator_pb2.GetShardRequest, context: Context

@@ -91,6 +91,35 @@ def test_what_leaves_earlier_turns_as_they_are_needs_no_loop_over_them(learnt):
     assert learnt(copied) == ["yes<|im_end|>", "no<|im_end|>"]
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        TURN,
+        FORGETFUL,
+        "{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+        "{% else %}" + TURN + "{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("weights", [(0, 1), (1, 0), (0.0, None), (None, None), (0, 0)])
+def test_an_answer_of_weight_0_is_not_learnt(learnt, turn, weights):
+    template = "{% for m in messages %}" + turn + "{% endfor %}" + PROMPT
+    first, last = (weight is None or weight > 0 for weight in weights)
+    weighed = [dict(said) for said in CHAT]
+    weighed[1]["weight"], weighed[3]["weight"] = weights
+    weighed[0]["weight"] = 0  # as some write of all that is not learnt
+    expected = learnt(template)
+    assert len(expected) == 2
+    assert learnt(template, weighed) == [*expected[: 1 * first], *expected[1 : 1 + last]]
+
+
+def test_a_weight_is_refused_where_it_is_unclear_which_text_is_that_turn_s(learnt):
+    once = "{% generation %}{% for m in messages %}" + TURN + "{% endfor %}{% endgeneration %}"
+    weighed = [*CHAT[:3], {**CHAT[3], "weight": 0}]
+    with pytest.raises(SampleError, match=r"weight 0, and .* 1 stretches .* for 2 turns"):
+        learnt(once, weighed)
+
+
 def test_a_turn_that_says_nothing_learns_its_end(learnt):
     silent = [*CHAT[:3], {"role": "assistant", "content": ""}]
     template = "{% for m in messages %}" + FORGETFUL + "{% endfor %}" + PROMPT

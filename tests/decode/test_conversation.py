@@ -62,6 +62,22 @@ def test_a_system_prompt_in_its_own_key_comes_first():
     assert turns(record) == [("system", ("Be kind.",)), ("user", ("hello",))]
 
 
+def test_a_system_prompt_that_is_there_twice_is_shown_once():
+    turn = {"role": "system", "content": "Be brief."}
+    record = {"system": "Be brief.", "messages": [turn, {"role": "user", "content": "Hi"}]}
+    assert turns(record) == [("system", ("Be brief.",)), ("user", ("Hi",))]
+
+
+def test_parts_may_say_which_of_the_record_s_files_they_show():
+    parts = [{"type": "image", "index": 0}, {"type": "text", "index": None, "text": "and"}]
+    again = [{"type": "image", "index": 1}, {"type": "audio", "index": 0}]
+    record = {"messages": [{"role": "user", "content": each} for each in (parts, again)]}
+    assert turns(record, "image", "image", "audio") == [
+        ("user", (IMAGE, "and")),
+        ("user", (IMAGE, AUDIO)),
+    ]
+
+
 def test_llava_text_holds_the_placeholders_of_its_files():
     record = {
         "image": "a.jpg",
@@ -189,6 +205,36 @@ def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
         ({"messages": [{"content": "x"}]}, (), "role None"),
         ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, (), "a part must be"),
         ({"messages": [{"role": "user", "content": 3}]}, (), "a part must be"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]},
+            (),
+            "role 'assistant' has weight 0.5; an assistant's may be 0",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "x", "weight": 1}]},
+            (),
+            "role 'user' has weight 1; .* others' 0",
+        ),
+        (
+            {"system": "A", "messages": [{"role": "system", "content": "B"}]},
+            (),
+            r"system 'A', and other system turns too.*ignore: \[system\]",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "index": 0}]},
+                    {"role": "user", "content": [{"type": "image", "index": 0}]},
+                ]
+            },
+            ("image", "image"),
+            "has index 0, and shows number 1 of the sample's image files",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video", "fps": 2.0}]}]},
+            ("video",),
+            r"of type 'video' has fps: 2.0, which is not read.*ignore: \[fps\]",
+        ),
         ({"conversations": [{"from": "cat", "value": "x"}]}, (), "from 'cat'"),
         ({"conversations": [{"from": "human", "value": None}]}, (), "type NoneType"),
         ({"text": "  \n"}, (), "empty"),

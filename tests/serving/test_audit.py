@@ -13,7 +13,7 @@ from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 from dataservice.core.errors import SpecError
 from dataservice.operate.tokens_file import TokensFile, make_token
 from dataservice.serving.access_control import AccessControl
-from dataservice.serving.audit import REFUSALS_PER_S, AuditLog, Event
+from dataservice.serving.audit import CHANGES, REFUSALS, SESSIONS, AuditLog, Event
 from dataservice.serving.server import serve_coordinator
 from tests.waiting import until
 
@@ -160,18 +160,39 @@ def test_lines_are_added_to_what_was_there(tmp_path, lines):
     assert (tmp_path / "audit.log").stat().st_mode & 0o007 == 0
 
 
-def test_a_flood_of_refusals_is_counted_and_changes_are_never_left_out(tmp_path, lines):
-    now_s = [1000.0]
+@pytest.mark.parametrize(
+    ("kind", "bound", "left_out"),
+    [("refusal", REFUSALS, "refusals_left_out"), ("session", SESSIONS, "sessions_left_out")],
+)
+def test_a_team_s_flood_is_counted_and_leaves_others_and_changes_their_lines(
+    tmp_path, lines, kind, bound, left_out
+):
+    now_s, (at_once, per_s) = [1000.0], bound
     log = AuditLog(tmp_path / "audit.log", clock=lambda: now_s[0])
-    most = int(REFUSALS_PER_S)
-    for _ in range(most + 30):
-        log.refusal(event("TokenError"))
+    note = getattr(log, kind)
+    for _ in range(at_once + 30):
+        note(event("flood"))
+    note(event("other", team="audio"))
     log.change(event("ok"))
-    now_s[0] += 1.0
-    log.refusal(event("TokenError"))
+    now_s[0] += 1 / per_s
+    note(event("again"))
+    note(event("again"))
     log.close()
-    told = [(line["outcome"], line.get("refusals_left_out")) for line in lines()]
-    assert told == [*[("TokenError", None)] * most, ("ok", 30), ("TokenError", None)]
+    told = [(line["outcome"], line.get(left_out)) for line in lines()]
+    assert told[:at_once] == [("flood", None)] * at_once
+    assert told[at_once:] == [("other", None), ("ok", 30), ("again", None)]
+
+
+async def test_more_changes_than_are_recorded_are_refused_and_not_made(called, api, lines):
+    await called("SubmitJob", "vision-1", spec_yaml="name: vision/a", base_directory="/jobs")
+    made = 1
+    while not isinstance(answer := await called("DrainJob", "vision-1", job="a"), grpc.StatusCode):
+        made += 1
+    assert answer is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert made >= CHANGES[0]
+    assert await called("DrainJob", "audio-1", job="a") is grpc.StatusCode.NOT_FOUND
+    outcomes = [line["outcome"] for line in lines() if line["team"] == "vision"]
+    assert outcomes == ["ok"] * made + ["QuotaError"]
 
 
 def test_a_log_that_cannot_be_written_costs_no_call(tmp_path, caplog):

@@ -78,6 +78,50 @@ def test_an_ignored_key_is_not_read(tmp_path: Path, spec: Spec, write_jsonl: Wri
     assert sample.raw == RawSample(key="a.jsonl:1", record={"text": "t"})
 
 
+def test_parts_that_name_other_files_than_the_record_are_refused(
+    tmp_path: Path, spec: Spec, write_jsonl: Write
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jpg").write_bytes(name.encode())
+
+    def record(named: object, *in_parts: str) -> dict[str, object]:
+        parts = [{"type": "image", "image": value} for value in in_parts]
+        return {"images": named, "messages": [{"role": "user", "content": [*parts, "?"]}]}
+
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [
+            record(["a.jpg", "b.jpg"], "b.jpg", "a.jpg"),
+            record("a.jpg", "b.jpg"),
+            record(["a.jpg", "b.jpg"], "./a.jpg", "file://b.jpg"),
+        ],
+    )
+    *others, same = scan(spec(path, "jsonl"))
+    for sample in others:
+        assert "it is unclear which belong where. Write ignore: ['images']" in str(sample.raw)
+    assert isinstance(same.raw, RawSample)
+    samples = scan(spec(path, "jsonl", ignore=("images",)))
+    shown = [[blob.data for blob in sample.raw.media] for sample in samples]
+    assert shown == [[b"b", b"a"], [b"b"], [b"a", b"b"]]
+
+
+@pytest.mark.parametrize("value", ["a.jpg", "data:image/jpeg;base64,/9j/"])
+def test_options_of_a_part_are_kept_to_be_refused_unless_they_are_ignored(
+    tmp_path: Path, spec: Spec, write_jsonl: Write, value: str
+) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"\xff\xd8\xff")
+    part = {"type": "image", "image": value, "max_pixels": 9, "min_pixels": None}
+    record = {"messages": [{"role": "user", "content": [part, "max_pixels"]}]}
+    path = write_jsonl(tmp_path / "a.jsonl", [record])
+    for ignored, kept in (((), True), (("max_pixels",), False)):
+        (sample,) = scan(spec(path, "jsonl", ignore=ignored))
+        assert isinstance(sample.raw, RawSample)
+        assert [blob.data for blob in sample.raw.media] == [b"\xff\xd8\xff"]
+        (turn,) = sample.raw.record["messages"]
+        assert ("max_pixels" in turn["content"][0]) == kept
+        assert turn["content"][1] == "max_pixels"
+
+
 @pytest.mark.parametrize(
     "path",
     ["../secret.jpg", "/etc/passwd", "m/../../secret.jpg", "..", ".", "", "..\\secret.jpg",

@@ -121,6 +121,17 @@ def test_images_come_as_lists_bytes_or_paths(
     assert [b.name for b in good(samples[0]).media] == ["a.jpg", "x.png"]
 
 
+def test_images_are_in_the_order_in_which_parts_name_them(
+    tmp_path: Path, spec: Spec, write_parquet: Write
+) -> None:
+    images = [{"bytes": b"A", "path": "a.jpg"}, {"bytes": b"B", "path": "b.jpg"}]
+    parts = [{"type": "image", "image": f"{name}.jpg"} for name in "ba"]
+    turns = [{"role": "user", "content": parts}]
+    columns = {"images": pa.array([images], pa.list_(FILE)), "messages": pa.array([turns])}
+    (sample,) = scan(spec(write_parquet(tmp_path / "a.parquet", columns), "parquet"))
+    assert [blob.data for blob in good(sample).media] == [b"B", b"A"]
+
+
 def test_conversations_may_be_a_string_of_json(
     tmp_path: Path, spec: Spec, write_parquet: Write
 ) -> None:

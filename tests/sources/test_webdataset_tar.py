@@ -70,6 +70,30 @@ def test_media_are_in_natural_order_images_before_video_before_audio(
     ]  # fmt: skip
 
 
+def in_parts(*images: object) -> dict[str, object]:
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({"images": ["folder/0.b.png", "0.a.png"]}, b"ba"),
+        (in_parts("0.b.png", "0.a.png"), b"ba"),
+        ({"images": ["0.a.png", "0.b.png"]}, b"ab"),
+        ({"images": ["0.b.png", "other.png"]}, b"ab"),  # other names tell nothing of these
+        (in_parts(3, 4), b"ab"),
+    ],
+)
+def test_media_are_in_the_order_in_which_the_record_names_them(
+    tmp_path: Path, spec: Spec, write_tar: WriteTar, record: dict[str, object], shown: bytes
+) -> None:
+    images = [("0.a.png", b"a"), ("0.b.png", b"b")]
+    path = write_tar(tmp_path / "a.tar", [*images, ("0.json", json.dumps(record).encode())])
+    (sample,) = scan(spec(path, "webdataset"))
+    assert b"".join(blob.data for blob in good(sample).media) == shown
+
+
 def test_metadata_json_and_a_caption_are_merged(
     tmp_path: Path, spec: Spec, write_tar: WriteTar
 ) -> None:

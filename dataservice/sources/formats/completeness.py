@@ -14,6 +14,7 @@ from dataservice.core.errors import SampleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaBlob, MediaKind
+from dataservice.sources.formats.layout import TURNS
 from dataservice.sources.formats.media_names import (
     default_kind,
     files_in,
@@ -23,7 +24,6 @@ from dataservice.sources.formats.media_names import (
     path_kind,
 )
 
-_TURNS = ("messages", "conversations")
 # In Hugging Face's folders of images and sounds, `metadata.jsonl` names a file for each record.
 _FOLDER_KEY = "file_name"
 
@@ -59,7 +59,7 @@ def require_all_media(
 def _entries(record: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Keys and values of the record and of its turns."""
     yield from record.items()
-    for key in _TURNS:
+    for key in TURNS:
         turns = record.get(key)
         for turn in turns if isinstance(turns, list | tuple) else ():
             if isinstance(turn, Mapping):

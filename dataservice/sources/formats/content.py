@@ -2,13 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 from dataservice.core.errors import SampleError
 from dataservice.core.quoting import quoted
-from dataservice.core.sample import MediaBlob
-from dataservice.sources.formats.media_names import KINDS
 
 _KEY_FIELDS = ("id", "key", "__key__")
 _LONGEST_KEY = 512
@@ -20,11 +18,6 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
     """Sort key under which `2.jpg` comes before `10.jpg`."""
     pieces = re.split(r"([0-9]+)", name)
     return [(0, int(p), p) if p.isdecimal() and p.isascii() else (1, 0, p) for p in pieces if p]
-
-
-def in_reference_order(media: Iterable[MediaBlob]) -> tuple[MediaBlob, ...]:
-    """Images, then videos, then audio; each kind in the order given."""
-    return tuple(sorted(media, key=lambda blob: KINDS.index(blob.kind)))
 
 
 def parse_json(data: bytes | str, what: str) -> object:

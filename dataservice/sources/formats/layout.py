@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataservice.core.errors import SampleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.quoting import quoted
-from dataservice.core.sample import MAX_LOSS_WEIGHT
+from dataservice.core.sample import MAX_LOSS_WEIGHT, PART_OPTIONS
 
+TURNS = ("messages", "conversations")
+"""The keys under which a record has the turns of a conversation."""
 _KEY_OF_ROLE = {"conversation": "conversations"}
 # Keys besides the text that a conversation may have.
 _BESIDE = ("system", "tools")
@@ -15,13 +17,15 @@ _BESIDE = ("system", "tools")
 
 def laid_out(record: Mapping[str, object], spec: SourceSpec) -> dict[str, object]:
     """The record as it is; or, where `columns` names its text, what they name and nothing else.
+    Parts of messages are without the options that the source ignores.
 
     Raises:
         SampleError: the record lacks such a column.
     """
     chosen = spec.columns.texts
+    ignored = PART_OPTIONS & set(spec.ignore)
     if not chosen:
-        return dict(record)
+        return _without(dict(record), ignored)
     laid = {key: record[key] for key in _BESIDE if key in record}
     for role, column in chosen.items():
         value = value_at(record, column)
@@ -32,7 +36,27 @@ def laid_out(record: Mapping[str, object], spec: SourceSpec) -> dict[str, object
                 f"columns.{role} of the source is {column!r}; the record has nothing there. Its "
                 f"keys are {quoted(sorted(record))}. Correct it, or leave the sample out."
             )
-    return laid
+    return _without(laid, ignored)
+
+
+def _without(record: dict[str, object], options: frozenset[str]) -> dict[str, object]:
+    if options:
+        for key in TURNS:
+            if isinstance(turns := record.get(key), list):
+                record[key] = [_without_options(turn, options) for turn in turns]
+    return record
+
+
+def _without_options(turn: object, options: frozenset[str]) -> object:
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("content"), list):
+        return turn
+    parts = [
+        {key: value for key, value in part.items() if key not in options}
+        if isinstance(part, Mapping)
+        else part
+        for part in turn["content"]
+    ]
+    return {**turn, "content": parts}
 
 
 def loss_weight_of(record: Mapping[str, object], spec: SourceSpec) -> float:

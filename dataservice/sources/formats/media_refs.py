@@ -9,20 +9,20 @@ parts of its messages.
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from dataservice.core.errors import SampleError
 from dataservice.core.job import MEDIA_KINDS, SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.quoting import cut, quoted
-from dataservice.core.sample import PART_KINDS, MediaBlob, MediaKind
+from dataservice.core.sample import PART_KINDS, PART_OPTIONS, MediaBlob, MediaKind
 from dataservice.sources.formats.content import require_path
-from dataservice.sources.formats.layout import value_at
+from dataservice.sources.formats.layout import TURNS, value_at
 from dataservice.sources.formats.media_names import held_kind
 
-_TURNS = ("messages", "conversations")
 _PART_FIELDS = ("url", "path", "base64", "data")
 _FILE_SCHEME = "file://"
 _WEB_SCHEMES = ("http://", "https://")
@@ -69,15 +69,31 @@ def refs_in(
     """Images, then clips, then recordings; each kind in the order of the record's columns, or of
     the parts of its messages, as they are laid out, where no column has files of this kind.
 
-    Raises SampleError where a value can be no file.
+    Raises SampleError where a value can be no file, or parts name other files than the columns do,
+    or in another order.
     """
     found = []
     in_parts = list(refs_in_parts(laid))
     for kind in MEDIA_KINDS:
         columns = _columns(spec, kind)
         named = [ref for column in columns for ref in _in_column(record, column, kind)]
-        found += named or [ref for ref in in_parts if ref.kind == kind]
+        of_parts = [ref for ref in in_parts if ref.kind == kind]
+        if named and of_parts and list(map(_file, named)) != list(map(_file, of_parts)):
+            raise SampleError(
+                f"{named[0].where} names {kind} {quoted(list(map(_file, named)), 80)}, and "
+                f"{of_parts[0].where} and others {quoted(list(map(_file, of_parts)), 80)}: it is "
+                f"unclear which belong where. Write ignore: [{quoted(named[0].key, 60)}] in the "
+                "source to read those of the parts, or take them out of the parts."
+            )
+        found += named or of_parts
     return found
+
+
+def _file(ref: MediaRef) -> str:
+    """What tells a file from others of the record."""
+    if ref.is_held:
+        return ref.value
+    return posixpath.normpath(ref.value.removeprefix(_FILE_SCHEME))
 
 
 def media_keys(spec: SourceSpec) -> set[str]:
@@ -98,15 +114,23 @@ def _in_column(record: Mapping[str, object], column: str, kind: MediaKind) -> It
 
 def refs_in_parts(record: Mapping[str, object]) -> Iterator[MediaRef]:
     """The files that parts of messages name, in their order; a part may be a mere placeholder."""
-    for key in _TURNS:
-        turns = record.get(key)
-        for turn in turns if isinstance(turns, list) else ():
+    for kind, part, key in _media_parts(record):
+        if (value := _of_part(part, kind)) is not None:
+            where = f"a part of type {part['type']!r} in {key}"
+            yield media_ref(kind, value, key=key, where=where)
+
+
+def _media_parts(
+    record: Mapping[str, object],
+) -> Iterator[tuple[MediaKind, Mapping[str, object], str]]:
+    """The parts of messages that stand for media, with their kind and the record's key."""
+    for key in TURNS:
+        for turn in _listed(record.get(key)):
             content = turn.get("content") if isinstance(turn, Mapping) else None
-            for part in content if isinstance(content, list) else ():
+            for part in _listed(content):
                 kind = PART_KINDS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
-                if kind is not None and (value := _of_part(part, kind)) is not None:
-                    where = f"a part of type {part['type']!r} in {key}"
-                    yield media_ref(kind, value, key=key, where=where)
+                if kind is not None:
+                    yield kind, cast("Mapping[str, object]", part), key
 
 
 def _of_part(part: Mapping[str, object], kind: MediaKind) -> object:
@@ -116,11 +140,34 @@ def _of_part(part: Mapping[str, object], kind: MediaKind) -> object:
     return value
 
 
+def in_named_order(
+    media: Sequence[MediaBlob], record: Mapping[str, object]
+) -> tuple[MediaBlob, ...]:
+    """Images, then clips, then recordings; each kind in the order in which the record, or the parts
+    of its messages, name just these files, else in the order given."""
+    in_parts = [(kind, _of_part(part, kind)) for kind, part, _ in _media_parts(record)]
+    found: list[MediaBlob] = []
+    for kind in MEDIA_KINDS:
+        blobs = [blob for blob in media if blob.kind == kind]
+        places = {posixpath.basename(blob.name): place for place, blob in enumerate(blobs)}
+        of_parts = [value for of, value in in_parts if of == kind]
+        for names in (_names(of_parts), _names(record.get(f"{kind}s"))):
+            if len(blobs) > 1 and sorted(names) == sorted(places) and len(places) == len(blobs):
+                blobs = [blobs[places[name]] for name in names]
+                break
+        found += blobs
+    return tuple(found)
+
+
+def _names(value: object) -> list[str]:
+    return [posixpath.basename(each) for each in _listed(value) if isinstance(each, str)]
+
+
 def without_held(record: Mapping[str, object], refs: list[MediaRef]) -> dict[str, object]:
     """The record without the files that it holds itself, which its media are."""
     held = {ref.key for ref in refs if ref.is_held}
-    kept = {key: value for key, value in record.items() if key not in held or key in _TURNS}
-    for key in held & set(_TURNS):
+    kept = {key: value for key, value in record.items() if key not in held or key in TURNS}
+    for key in held & set(TURNS):
         kept[key] = [_emptied(turn) for turn in _listed(record[key])]
     return kept
 
@@ -129,7 +176,7 @@ def _emptied(turn: object) -> object:
     if not isinstance(turn, Mapping) or not isinstance(turn.get("content"), list):
         return turn
     parts = [
-        {"type": part["type"]}
+        {key: value for key, value in part.items() if key == "type" or key in PART_OPTIONS}
         if isinstance(part, Mapping) and str(part.get("type")) in PART_KINDS
         else part
         for part in turn["content"]

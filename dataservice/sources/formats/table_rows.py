@@ -19,11 +19,12 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.quoting import cut
 from dataservice.core.sample import MediaBlob, MediaKind, RawSample
 from dataservice.sources.formats.completeness import require_all_media
-from dataservice.sources.formats.content import in_reference_order, parse_json, record_key
+from dataservice.sources.formats.content import parse_json, record_key
 from dataservice.sources.formats.layout import laid_out, loss_weight_of
 from dataservice.sources.formats.media_names import path_kind
 from dataservice.sources.formats.media_refs import (
     MediaFiles,
+    in_named_order,
     media_ref,
     read_ref,
     read_refs,
@@ -79,7 +80,7 @@ class TableRows:
         return RawSample(
             key=key,
             record=without_held(laid, refs),
-            media=in_reference_order(media),
+            media=in_named_order(media, laid),
             placeholders=self._spec.placeholders,
             loss_weight=loss_weight_of(record, self._spec),
         )

@@ -24,7 +24,6 @@ from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import ByteSpan, MediaBlob, MediaKind, RawSample, SampleLocation
 from dataservice.sources.formats.completeness import require_all_media
 from dataservice.sources.formats.content import (
-    in_reference_order,
     natural_order,
     parse_record,
     utf8_text,
@@ -34,6 +33,7 @@ from dataservice.sources.formats.file_format import FileFormat
 from dataservice.sources.formats.layout import laid_out, loss_weight_of
 from dataservice.sources.formats.listing import listed_files
 from dataservice.sources.formats.media_names import extension, media_kind
+from dataservice.sources.formats.media_refs import in_named_order
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.signatures import HEAD_BYTES, signature_kind
 from dataservice.sources.storage import SourceFile, Storage
@@ -173,7 +173,8 @@ class WebDatasetTar(FileFormat):
     def _assemble(
         self, key: str, file: str, spans: Sequence[ByteSpan], blobs: Sequence[bytes]
     ) -> RawSample:
-        """Makes a sample of members: JSON objects merged over a text, media in natural order."""
+        """Makes a sample of members: JSON objects merged over a text, media in natural order or as
+        the record names them."""
         members = sorted(
             ((span.name, blob) for span, blob in zip(spans, blobs, strict=True)),
             key=lambda member: natural_order(member[0]),
@@ -199,10 +200,11 @@ class WebDatasetTar(FileFormat):
         for text in texts.values():
             record.setdefault("text", text)
         require_all_media(self._spec, record, media, file=file, unnamed=True)
+        laid = laid_out(record, self._spec)
         return RawSample(
             key=key,
-            record=laid_out(record, self._spec),
-            media=in_reference_order(media),
+            record=laid,
+            media=in_named_order(media, laid),
             placeholders=self._spec.placeholders,
             loss_weight=loss_weight_of(record, self._spec),
         )
