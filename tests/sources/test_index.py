@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -386,6 +387,30 @@ def test_a_misspelt_column_is_no_damage_to_be_left_out(
     assert "no column 'capton', which columns.caption of the source names" in said
     assert "caption, note" in said
     assert "--leave-out-damaged" not in said
+
+
+@pytest.mark.parametrize("held", ["parquet", "arrow", "jsonl", "json", "webdataset"])
+@pytest.mark.parametrize("named", ["parquet", "arrow", "jsonl", "json", "webdataset", "mds"])
+def test_a_file_of_another_format_is_told_by_its_own(
+    tmp_path: Path, spec: Spec, counting: Counting, write_tar: Write, held: str, named: str
+) -> None:
+    table, path = pa.table({"text": ["one"]}), tmp_path / "data"
+    if held == "parquet":
+        pq.write_table(table, path)
+    elif held == "arrow":
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    elif held == "webdataset":
+        write_tar(path, [("a.txt", b"one")])
+    else:
+        path.write_text('{"text": "one"}' if held == "jsonl" else '[{"text": "one"}]')
+    source = spec(path, named)
+    if held == named:
+        build_index(source, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+        return
+    with pytest.raises(SourceError, match=f"format: {held}") as caught:
+        build_index(source, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert str(caught.value).count(f"format: {held}") == 1
 
 
 def test_storage_that_is_away_is_no_damage_and_cannot_be_left_out(
