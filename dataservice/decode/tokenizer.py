@@ -31,6 +31,10 @@ _NAMED_TOKENS = (
     *("bos_token", "eos_token", "pad_token", "unk_token"),
     *("sep_token", "cls_token", "mask_token"),
 )
+_NO_NAMES = (
+    " A name of the Hugging Face Hub is not downloaded: run, in Python, transformers.AutoTokenizer"
+    ".from_pretrained('ORGANISATION/MODEL').save_pretrained('FOLDER'), and give the path of FOLDER."
+)
 _PROBE = "It's 12 o'clock — été, 猫.\n\n\tx = f(y)  # <b>"
 # So that a tokenizer which panics on each of a million texts does not fill the log.
 MOST_PANICS = 100
@@ -314,6 +318,7 @@ def _read(file: Path, path: str) -> Tokenizer:
         raise SpecError(
             f"tokenizer {quoted(path)} cannot be read: {cut(error)}. Give the path of a "
             "tokenizer.json, or of the folder that holds it; workers need the same path."
+            f"{'' if os.path.exists(file) else _NO_NAMES}"
         ) from error
     try:
         tokenizer.encode(_PROBE, add_special_tokens=False)
