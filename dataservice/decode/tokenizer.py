@@ -92,7 +92,8 @@ class LoadedTokenizer:
 
     `named` has the configuration's tokens by role (`eos_token` …), `specials` the strings that only
     the service itself may turn into control tokens, and `template` the configuration's chat
-    template or None.
+    template or None. `is_paligemma` says that its model's processor is PaliGemma's, which writes
+    text of a form of its own.
     """
 
     tokenizer: TokenModel
@@ -102,6 +103,7 @@ class LoadedTokenizer:
     specials: tuple[str, ...]
     template: str | None
     adds_bos: bool
+    is_paligemma: bool
     digest: str
     remedy: str
     written: TokenBytes | None = field(default=None, repr=False, compare=False)
@@ -287,6 +289,7 @@ def configured(
         specials=specials,
         template=_template(folder, config),
         adds_bos=bool(adds_bos),
+        is_paligemma=config.get("processor_class") == "PaliGemmaProcessor",
         digest=digest,
         remedy=remedy,
         written=written,
