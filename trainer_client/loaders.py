@@ -1,15 +1,20 @@
-"""Detects loaders around a dataset that would repeat or leave out steps.
+"""Detects loaders around a dataset that would repeat or leave out steps, or make batches of shards.
 
-The dataset can only find such a loader when the loader asks for the first shard: it is then on the
-call stack.
+The dataset can only find the former when the loader asks for the first shard: it is then on the
+call stack. The latter show when torch's `default_collate` is given shards: it looks types up in
+`default_collate_fn_map`, which its documentation invites to extend.
 """
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
 
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from trainer_client.errors import MisuseError
+from trainer_client.shard import Shard
 
 ACCELERATE = "accelerate.data_loader"
 
@@ -42,6 +47,16 @@ def check_loader(start_step: int) -> None:
                 "state alone: leave skip_first_batches out, or give TrainingArguments("
                 "ignore_data_skip=True)."
             )
+
+
+def _refuse_collating(shards: Sequence[Shard], *, collate_fn_map: object = None) -> NoReturn:
+    raise MisuseError(
+        f"a DataLoader would make a batch of {len(shards)} shards, but a shard is this rank's "
+        "whole batch of a step: use DataLoader(dataset, batch_size=None)."
+    )
+
+
+default_collate_fn_map[Shard] = _refuse_collating
 
 
 def _loaders_of_accelerate(frame: FrameType | None) -> list[object]:

@@ -26,7 +26,7 @@ from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
 from dataservice.decode.conversation import Conversation, MediaPart, Message
-from dataservice.decode.marks import LOSS_CLOSE, LOSS_OPEN, SLOTS
+from dataservice.decode.marks import BREAK, LOSS_CLOSE, LOSS_OPEN, SLOTS
 from dataservice.decode.template_environment import environment
 from dataservice.decode.template_omissions import CALLS, THOUGHTS, omissions
 from dataservice.decode.template_turns import (
@@ -55,6 +55,33 @@ CHATML = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
+
+# What PaliGemma's processor writes, whose models have no template: BOS behind the pictures, a line
+# break behind the prompt, and the answer, whose tokens are found apart from those of the prompt.
+PALIGEMMA = """\
+{%- if messages | map(attribute='role') | join(' ') not in ('user', 'user assistant') -%}
+{{- raise_exception('PaliGemma takes one question and its answer') -}}
+{%- endif -%}
+{%- set prompt = messages[0]['content'] -%}
+{%- set images = prompt | selectattr('type', 'equalto', 'image') | list | length -%}
+{%- set seen = namespace(images=0) -%}
+{{- '' if images else bos_token -}}
+{%- for part in prompt -%}
+{%- if part['type'] == 'image' -%}
+{%- set seen.images = seen.images + 1 -%}
+{{- '<image>' ~ (bos_token if seen.images == images else '') -}}
+{%- else -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{{- '\\nBREAK' -}}
+{%- for message in messages[1:] -%}
+{%- generation -%}
+{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}
+{{- eos_token -}}
+{%- endgeneration -%}
+{%- endfor -%}
+""".replace("BREAK", BREAK)
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 

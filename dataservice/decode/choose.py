@@ -8,7 +8,13 @@ from dataservice.core.errors import SpecError
 from dataservice.core.own_code import made_of
 from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
-from dataservice.decode.chat_template import CHATML, CHATML_TOKENS, TemplateSource, no_chatml
+from dataservice.decode.chat_template import (
+    CHATML,
+    CHATML_TOKENS,
+    PALIGEMMA,
+    TemplateSource,
+    no_chatml,
+)
 from dataservice.decode.own_tokenizer import load_own_tokenizer
 from dataservice.decode.placeholders import PlaceholderTokens, check_tokens, default_tokens
 from dataservice.decode.processors.base import VisionProcessor
@@ -121,11 +127,13 @@ def distinct_pads(placeholders: Mapping[MediaKind, PlaceholderTokens]) -> dict[M
 
 
 def choose_template(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> TemplateSource | None:
-    """The template named by the spec, or the tokenizer's own, or ChatML if the tokenizer has its
-    tokens; else None. A job of plain texts needs no template."""
+    """The template named by the spec, or the tokenizer's own, or its model's processor's, or ChatML
+    if the tokenizer has its tokens; else None. A job of plain texts needs no template."""
     name = spec.chat_template
     if name == "auto" and tokenizer.template is not None:
         name, text = f"{tokenizer.path} (its own)", tokenizer.template
+    elif name == "auto" and tokenizer.is_paligemma:
+        name, text = "paligemma", PALIGEMMA
     elif name in ("auto", "chatml"):
         if not all(map(tokenizer.has_token, CHATML_TOKENS)):
             if name == "auto":

@@ -116,13 +116,27 @@ def read_record(
     elif (key := _question_key(record)) is not None:
         result = _answered(record, key, media, split)
     else:
-        raise SampleError(
-            f"the record has the keys {quoted(sorted(record))}; it needs messages, conversations, "
-            "texts, text, question and answer, or caption. Say under columns in the source which "
-            "of its keys are these, as in columns: {question: prompt, answer: response}."
-        )
+        raise _no_text(record, media)
     _check(result, media)
     return result
+
+
+def _no_text(record: Mapping[str, object], media: Sequence[MediaKind]) -> SampleError:
+    """Why no dialect takes a record: a value of another type, or no key that is known."""
+    strings = ("text", "caption", *(_TRANSCRIPTS if "audio" in media else ()))
+    for key, kind in (*((key, str) for key in strings), ("texts", list)):
+        value = record.get(key)
+        if value is not None and not isinstance(value, kind):
+            form = "a list of texts" if kind is list else "a text"
+            return SampleError(
+                f"{key} is {quoted(value, 40)}, of type {type(value).__name__}; it must be {form}. "
+                "Write it so, or name under columns in the source the key that holds the text."
+            )
+    return SampleError(
+        f"the record has the keys {quoted(sorted(record))}; it needs messages, conversations, "
+        "texts, text, question and answer, or, with media, caption. Say under columns in the "
+        "source which of its keys are these, as in columns: {question: prompt, answer: response}."
+    )
 
 
 def text_parts(source: Conversation | Document) -> list[str]:

@@ -76,6 +76,12 @@ class TextPipeline:
             SampleError: the template refuses the sample, or it is above a limit.
         """
         if isinstance(source, Document):
+            if self._tokenizer.is_paligemma:
+                raise SampleError(
+                    "PaliGemma's text is a prompt and its answer, and this sample has no prompt. "
+                    "Give it a question, such as 'caption en', and the caption as its answer, or "
+                    "name such keys as columns: {question: …, answer: …} in the source."
+                )
             marked = self._document(source)
         else:
             self._limits.check("max_turns", len(source.messages), "the sample: turns")

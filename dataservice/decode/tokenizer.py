@@ -31,6 +31,10 @@ _NAMED_TOKENS = (
     *("bos_token", "eos_token", "pad_token", "unk_token"),
     *("sep_token", "cls_token", "mask_token"),
 )
+_NO_NAMES = (
+    " A name of the Hugging Face Hub is not downloaded: run, in Python, transformers.AutoTokenizer"
+    ".from_pretrained('ORGANISATION/MODEL').save_pretrained('FOLDER'), and give the path of FOLDER."
+)
 _PROBE = "It's 12 o'clock — été, 猫.\n\n\tx = f(y)  # <b>"
 # So that a tokenizer which panics on each of a million texts does not fill the log.
 MOST_PANICS = 100
@@ -88,7 +92,8 @@ class LoadedTokenizer:
 
     `named` has the configuration's tokens by role (`eos_token` …), `specials` the strings that only
     the service itself may turn into control tokens, and `template` the configuration's chat
-    template or None.
+    template or None. `is_paligemma` says that its model's processor is PaliGemma's, which writes
+    text of a form of its own.
     """
 
     tokenizer: TokenModel
@@ -98,6 +103,7 @@ class LoadedTokenizer:
     specials: tuple[str, ...]
     template: str | None
     adds_bos: bool
+    is_paligemma: bool
     digest: str
     remedy: str
     written: TokenBytes | None = field(default=None, repr=False, compare=False)
@@ -283,6 +289,7 @@ def configured(
         specials=specials,
         template=_template(folder, config),
         adds_bos=bool(adds_bos),
+        is_paligemma=config.get("processor_class") == "PaliGemmaProcessor",
         digest=digest,
         remedy=remedy,
         written=written,
@@ -314,6 +321,7 @@ def _read(file: Path, path: str) -> Tokenizer:
         raise SpecError(
             f"tokenizer {quoted(path)} cannot be read: {cut(error)}. Give the path of a "
             "tokenizer.json, or of the folder that holds it; workers need the same path."
+            f"{'' if os.path.exists(file) else _NO_NAMES}"
         ) from error
     try:
         tokenizer.encode(_PROBE, add_special_tokens=False)

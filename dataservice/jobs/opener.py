@@ -390,9 +390,9 @@ class JobOpener:
         finally:
             answers.close()
             ending = self._nursery.end(process)
-        raise SpecError(self._in_words(failure, ending)) from failure
+        raise SpecError(self._in_words(what, failure, ending)) from failure
 
-    def _in_words(self, failure: Exception, ending: str) -> str:
+    def _in_words(self, what: str, failure: Exception, ending: str) -> str:
         opening = self._program.opening
         if isinstance(failure, TimeoutError):
             return (
@@ -401,6 +401,12 @@ class JobOpener:
                 "job_opening.timeout_s. Files whose times changed since they were indexed are read "
                 "again meanwhile: `dataservice index JOB.yaml` saves that, and checkpoints fit "
                 "what it makes of the same files."
+            )
+        if "SIGXCPU" in ending and what == "read":
+            return (
+                f"the job file took more than {opening.pipeline_cpu_s:g} s of CPU to read. Write a "
+                "shorter one, as with patterns in the urls; the operator may raise "
+                "job_opening.pipeline_cpu_s."
             )
         if "SIGXCPU" in ending:
             return (

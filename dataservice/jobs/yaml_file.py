@@ -5,6 +5,7 @@ Bounds their size, and says of a mistake in which line it is and what to write i
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -20,6 +21,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MOST_PARTS = 100_000
 _LINE_CHARACTERS = 100  # of a line that is shown
+_NUMBER = "tag:yaml.org,2002:int"
+_LONGEST_NUMBER = 100  # characters; 64 bits in binary, with room for underscores
 
 # What a newcomer can do about an error of YAML's own, by a part of its words.
 _REMEDIES = {
@@ -93,21 +96,20 @@ def read_text(path: Path, what: str) -> str:
 def written(text: str, what: str) -> Written:
     """The mapping that a file holds. Raises SpecError where it holds none, or a key twice."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
+        parts = _parts(node, {}) if node is not None else 0
+        if parts > MOST_PARTS:
+            raise SpecError(
+                f"the {what} has {parts:,} values once its aliases are written out; at most "
+                f"{MOST_PARTS:,} are read. Use fewer aliases."
+            )
         twice = next(_twice(node, set()), None) if node is not None else None
         plain = loader.construct_document(node) if node is not None else None
-        parts = _parts(plain, {})
     except yaml.YAMLError as error:
         raise SpecError(f"the {what} is not YAML: {_syntax(error, text)}") from error
-    except (ValueError, RecursionError) as error:
-        reason = error if isinstance(error, ValueError) else "it is nested too deeply"
-        raise SpecError(f"the {what} cannot be read: {reason}. Mend it.") from error
-    if parts > MOST_PARTS:
-        raise SpecError(
-            f"the {what} has {parts:,} values once its aliases are written out; at most "
-            f"{MOST_PARTS:,} are read. Use fewer aliases."
-        )
+    except RecursionError as error:
+        raise SpecError(f"the {what} cannot be read: it is nested too deeply. Mend it.") from error
     if twice is not None:
         raise SpecError(f"the {what} has {twice}")
     if plain is not None and not isinstance(plain, dict):
@@ -133,15 +135,36 @@ def validated(
         raise spec_error(model, file.plain, error, what, file.line, remedy) from error
 
 
-def _parts(value: object, known: dict[int, int]) -> int:
-    """Number of values with every alias expanded: a few lines of YAML may expand to more than fits
-    into memory. Raises RecursionError where a value is part of itself."""
-    if not isinstance(value, dict | list):
+class _Loader(yaml.SafeLoader):
+    """Refuses values that cannot be made of their text, with their line, and numbers that no key
+    has use for: Python itself reads those of up to 4,300 digits, and others for minutes."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        """The value of a node. Raises ConstructorError."""
+        is_long = node.tag == _NUMBER and len(node.value) > _LONGEST_NUMBER
+        try:
+            value = None if is_long else super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{quoted(node.value, 40)} is no {kind}; quote it if it is a text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+        if is_long or (isinstance(value, int) and value.bit_length() > 64):
+            problem = f"a whole number of {len(node.value):,} characters, above 64 bits"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return value
+
+
+def _parts(node: yaml.Node, known: dict[int, int]) -> int:
+    """Number of values with every alias expanded, also where `<<` merges it: a few lines of YAML
+    may expand to more than fits into memory. Raises RecursionError where a value is part of
+    itself."""
+    if isinstance(node, yaml.ScalarNode):
         return 1
-    if id(value) not in known:
-        inner = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_parts(each, known) for each in inner)
-    return known[id(value)]
+    if id(node) not in known:
+        pairs = isinstance(node, yaml.MappingNode)
+        inner = chain.from_iterable(node.value) if pairs else node.value
+        known[id(node)] = 1 + sum(_parts(each, known) for each in inner)
+    return known[id(node)]
 
 
 def _twice(node: yaml.Node, passed: set[int]) -> Iterator[str]:

@@ -7,10 +7,13 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, cast
 
 import grpc
+from cryptography import x509
 
 from dataservice.core.address import split_address
 from dataservice.core.errors import SpecError
@@ -92,6 +95,7 @@ class _ServerFiles:
             ) from error
         assert chain is not None
         assert key is not None
+        _tell_dates(spec.certificate_file, chain)
         return grpc.ssl_server_certificate_configuration(
             [(key, chain)], root_certificates=_read(spec.client_ca_file)
         )
@@ -100,6 +104,21 @@ class _ServerFiles:
         spec = self._spec
         files = (spec.certificate_file, spec.key_file, spec.client_ca_file)
         return tuple(file_stamp(Path(file)) for file in files if file is not None)
+
+
+def _tell_dates(file: str, chain: bytes) -> None:
+    """Log where one of the certificates is not valid now. It is served all the same: clocks may
+    differ, and its renewal is taken up while the service runs."""
+    now = datetime.now(UTC)
+    with suppress(ValueError):  # one that OpenSSL reads, and this library does not
+        for each in x509.load_pem_x509_certificates(chain):
+            begins, ends = each.not_valid_before_utc, each.not_valid_after_utc
+            if not begins <= now <= ends:
+                log.error(
+                    "no client will connect: certificate %s is valid from %s to %s, and it is %s. "
+                    "Renew it, or set the clock; a renewed file is taken up without a restart",
+                    *(file, begins, ends, now.replace(microsecond=0)),
+                )
 
 
 def _no_password() -> str:

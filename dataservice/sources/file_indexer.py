@@ -1,7 +1,7 @@
 """Indexes one file, or a piece of one: scans it, measures its samples, writes their part."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import IO
@@ -13,11 +13,12 @@ from dataservice.core.ports import SampleMeasurer
 from dataservice.sources.filesystem import translate
 from dataservice.sources.formats.protocol import Divisible, FilePiece, ScannedSample
 from dataservice.sources.formats.registry import open_format
+from dataservice.sources.formats.signatures import FORMAT_HEAD_BYTES, signature_format
 from dataservice.sources.index_folder import IndexFolder, part_name, piece_name
 from dataservice.sources.index_part import Counter, join_parts, write_part
 from dataservice.sources.manifest import LeftOutFile, PartRecord, Recipe
 from dataservice.sources.roots import Roots
-from dataservice.sources.storage import SourceFile
+from dataservice.sources.storage import SourceFile, Storage
 
 
 class DamagedFilesError(SourceError):
@@ -120,7 +121,22 @@ class FileIndexer:
         except StorageAwayError:
             raise
         except SourceError as error:
-            raise DamagedFilesError(str(error).removeprefix(f"{owner}: ")) from error
+            reason = str(error).removeprefix(f"{owner}: ")
+            raise DamagedFilesError(f"{reason}{self._other_format(file, reason)}") from error
+
+    def _other_format(self, file: SourceFile, reason: str) -> str:
+        """What format the file has by its first bytes, unless that is the source's, or said."""
+        spec, head = self._task.spec, b""
+        with (
+            suppress(SourceError),  # the reason stands without it
+            translate(spec.name, file.path, "be read"),
+            Storage(spec, self._task.roots).open(file.path) as stream,
+        ):
+            head = stream.read(FORMAT_HEAD_BYTES)
+        found = signature_format(head)
+        if found in (None, spec.format) or spec.format == "custom" or f"format: {found}" in reason:
+            return ""
+        return f" It begins as files of {found} do: write format: {found} in the source."
 
 
 def divided_files(

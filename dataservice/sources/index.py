@@ -152,7 +152,7 @@ def build_index(
         else:
             records[result.file.name] = result
     damaged.sort(key=lambda file: file.name)
-    if damaged and not leave_out_damaged:
+    if damaged and (len(damaged) == len(files) or not leave_out_damaged):
         raise _damaged_error(spec, damaged, len(files))
     manifest = Manifest(
         source=spec.name,
@@ -274,9 +274,14 @@ def _damaged_error(
     spec: SourceSpec, damaged: Sequence[LeftOutFile], files: int
 ) -> DamagedFilesError:
     reasons = "\n".join(f"  {file.name}: {file.reason}" for file in damaged)
+    if len(damaged) == files:
+        return DamagedFilesError(
+            f"source {spec.name!r}: not one of its {files} files can be read.\n{reasons}\nMend "
+            "what the reasons name, or correct the source's url, format or columns."
+        )
     return DamagedFilesError(
-        f"source {spec.name!r}: {len(damaged)} of its {files} files are damaged; the others are "
-        f"indexed, and kept.\n{reasons}\nRepair or remove them and run it again, or make the index "
+        f"source {spec.name!r}: {len(damaged)} of its {files} files cannot be read; the others are "
+        f"indexed, and kept.\n{reasons}\nMend or remove them and run it again, or make the index "
         "without them: `dataservice index JOB.yaml --leave-out-damaged`."
     )
 
@@ -295,12 +300,6 @@ def _require_apart(spec: SourceSpec, folder: IndexFolder, files: Sequence[Source
 def _require_samples(spec: SourceSpec, manifest: Manifest) -> None:
     if manifest.rows:
         return
-    if not manifest.parts:
-        reasons = "\n".join(f"  {file.name}: {file.reason}" for file in manifest.left_out)
-        raise SourceError(
-            f"source {spec.name!r}: all of its {len(manifest.left_out)} files are damaged.\n"
-            f"{reasons}\nRepair them, or correct the source's format."
-        )
     skipped = [each for part in manifest.parts for each in part.skipped]
     if not skipped:
         raise SourceError(

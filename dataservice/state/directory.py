@@ -30,6 +30,7 @@ FILE = "state.db"
 BACKUP = "state.backup.db"
 SECRET = "secret"
 _LOCK = "state.lock"
+_FILES = (FILE, f"{FILE}-wal", f"{FILE}-shm", BACKUP, _LOCK, SECRET)
 # Milliseconds that a call waits for a file that another process (such as a backup) has locked.
 BUSY_MS = 5000
 
@@ -37,11 +38,18 @@ BUSY_MS = 5000
 def hold(directory: Path) -> IO[str]:
     """Make the directory and lock it for this process, until the returned file is closed.
 
-    Raises StateError when it cannot be written, or another process holds it.
+    Raises StateError when it cannot be written, holds a folder in place of a file, or another
+    process holds it.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
+        for path in (directory / name for name in _FILES):
+            if path.is_dir():
+                raise StateError(
+                    f"{path} is a folder, where the service keeps a file. Move it away, or choose "
+                    "another directory with --state-dir."
+                )
         make_private(directory / _LOCK)
         lock_file = (directory / _LOCK).open("a+", encoding="ascii")
     except OSError as error:
@@ -67,7 +75,7 @@ def hold(directory: Path) -> IO[str]:
 
 def tighten_files(directory: Path) -> None:
     """Remove other users' permissions from the files, which an older release may have left."""
-    for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", BACKUP, _LOCK, SECRET):
+    for name in _FILES:
         path = directory / name
         try:
             mode = tighten(path)
@@ -113,16 +121,17 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def explain(error: sqlite3.Error, path: Path) -> str:
-    """SQLite's error in words, and what to do about it."""
+def explain(error: sqlite3.Error, path: Path, *, opening: bool) -> str:
+    """SQLite's error in words, and what to do about it; `opening` is when the service starts."""
+    then = "start the service again" if opening else "the service need not be restarted"
     code = getattr(error, "sqlite_errorcode", None)
     remedies: dict[int | None, str] = {
         sqlite3.SQLITE_FULL: "Nothing of this change was kept, and nothing else is lost. Free "
-        "space on its disk; the service need not be restarted.",
+        f"space on its disk; {then}.",
         sqlite3.SQLITE_READONLY: "Make the file and its directory writable for this user.",
         sqlite3.SQLITE_CANTOPEN: "Make the file and its directory writable for this user.",
         sqlite3.SQLITE_IOERR: "Nothing of this change was kept. Check the disk (space, health); "
-        "the service need not be restarted once it can be written.",
+        f"{then} once it can be written.",
         sqlite3.SQLITE_CORRUPT: _damaged(path),
         sqlite3.SQLITE_NOTADB: _damaged(path),
     }

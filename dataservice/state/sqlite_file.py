@@ -69,7 +69,7 @@ class SqliteFile:
             self._lock.enter_context(folder.hold(directory))
         try:
             folder.tighten_files(directory)
-            with self._translated():
+            with self._translated(opening=True):
                 self._connection = folder.connect(self._path)
         except BaseException:
             self._lock.close()
@@ -133,11 +133,11 @@ class SqliteFile:
             raise NotFoundError(no_such_job(name))
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, *, opening: bool = False) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            raise StateError(folder.explain(error, self._path)) from error
+            raise StateError(folder.explain(error, self._path, opening=opening)) from error
 
 
 def first(records: list[Record]) -> Record | None:

@@ -130,15 +130,38 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
+MERGED = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12)
+)
+LARGE = "a: b\nc: [1, {}]\n"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        (MERGED, "values once its aliases are written out; at most 100,000"),
+        (
+            LARGE.format("9" * 5000),
+            "line 2, column 8: a whole number of 5,000 char.* above 64 bits",
+        ),
+        (LARGE.format("0x" + "f" * 60_000), "line 2, column 8: a whole number of 60,002"),
+        (LARGE.format("1:" * 60_000 + "1"), "line 2, column 8: a whole number of 120,001"),
+        (LARGE.format(2**64), "line 2, column 8: a whole number of 20 characters, above 64 bits"),
+        (LARGE.format("!!bool 3"), "line 2, column 8: '3' is no bool; quote it if it is a text"),
         (BOMB, "values once its aliases are written out; at most 100,000"),
         ("a: &a [*a]\n", "nested too deeply"),
         ("[" * 5000, "nested too deeply"),
-        ("when: 2026-99-99\n", "month must be in"),
+        ("when: 2026-99-99\n", "line 1, column 7: '2026-99-99' is no timestamp"),
     ],
-    ids=["aliases", "itself", "deep", "date"],
+    ids=[
+        "merges",
+        "digits",
+        "hex",
+        "base 60",
+        "2^64",
+        "bool",
+        *("aliases", "itself", "deep", "date"),
+    ],
 )
 def test_a_job_file_that_would_fill_the_memory_is_refused(text: str, told: str) -> None:
     with pytest.raises(SpecError, match=told):

@@ -175,7 +175,7 @@ def test_a_document_shows_media_where_it_says_or_else_first():
 @pytest.mark.parametrize("key", ["sentence", "transcription", "transcript"])
 def test_a_transcript_beside_sound_is_a_document_behind_it(key):
     assert read_record({key: "a cat"}, ["audio"]) == Document(parts=(AUDIO, "a cat"))
-    with pytest.raises(SampleError, match=r"needs messages, .* or caption"):
+    with pytest.raises(SampleError, match=r"needs messages, .*with media, caption"):
         read_record({key: "a cat"}, [])
 
 
@@ -198,7 +198,11 @@ def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
 @pytest.mark.parametrize(
     ("record", "media", "message"),
     [
-        ({"caption": "x"}, (), r"keys \['caption'\]; it needs messages, .* or caption"),
+        ({"caption": "x"}, (), r"keys \['caption'\]; it needs messages, .*with media, caption"),
+        ({"caption": 3}, ("image",), "caption is 3, of type int; it must be a text"),
+        ({"text": ["a", "b"]}, (), r"text is \['a', 'b'\], of type list; it must be a text"),
+        ({"sentence": {"en": "a"}}, ("audio",), "sentence is .* of type dict; it must be a text"),
+        ({"texts": "a", "id": 1}, (), "texts is 'a', of type str; it must be a list of texts"),
         ({"messages": []}, (), "holds 0 turns"),
         ({"messages": ["hi"]}, (), "turns of type str"),
         ({"messages": "[{"}, (), "not JSON"),

@@ -12,13 +12,17 @@ import zlib
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 from transformers import PreTrainedTokenizerFast
+from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ItemKind, MediaBlob, RawSample
 from dataservice.decode import media
 from dataservice.decode.processors.base import VisionPlan
+from dataservice.decode.processors.siglip import SiglipProcessor
 from dataservice.decode.sample_pipeline import Pipeline, PipelineSpec, build_pipeline
 from dataservice.decode.video import read_clip
 from tests.decode.families import FAMILIES, Family, family
@@ -33,6 +37,46 @@ def header_of_png(width: int, height: int) -> bytes:
     data = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", 13) + data + struct.pack(">I", zlib.crc32(data))
     return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 9) + b"IDAT"
+
+
+PALIGEMMA = {
+    "a question": ("what is the cat", "the cat sat"),
+    "a picture within": ("the <image> cat", "<loc0010><loc0999><seg001> cat"),
+    "lines": ("the cat\n", "\nthe cat"),
+}
+
+
+@pytest.mark.parametrize("name", PALIGEMMA)
+def test_a_question_and_its_answer_are_written_as_paligemmas_processor_does(name, tmp_path):
+    question, answer = PALIGEMMA[name]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=train(["<pad>", "<eos>", "<bos>", "<image>"]),
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    pictures = SiglipImageProcessorPil(size={"height": 224, "width": 224})
+    pictures.image_seq_length = 256
+    processor = PaliGemmaProcessor(pictures, fast)
+    processor.save_pretrained(tmp_path)
+    shown = question if "<image>" in question else f"<image>{question}"
+    picture = Image.new("RGB", (300, 200))
+    given = processor(images=picture, text=shown, suffix=answer)
+    pipeline = build_pipeline(
+        PipelineSpec(tokenizer=str(tmp_path), vision=SiglipProcessor(side=224))
+    )
+
+    def sample(**record: str) -> RawSample:
+        blob = MediaBlob(kind="image", name="a.png", data=header_of_png(300, 200))
+        return RawSample(key="a", record=record, media=(blob,))
+
+    raw = sample(question=question, answer=answer)
+    ours = pipeline.decode(raw, pipeline.measure(raw))
+    assert ours.input_ids.tolist() == list(given["input_ids"][0])
+    assert [*ours.labels[:-1].tolist()] == [int(label) for label in given["labels"][0][1:]]
+    with pytest.raises(SampleError, match="a prompt and its answer, and this sample has no prompt"):
+        pipeline.measure(sample(caption="the cat"))
 
 
 @pytest.fixture(autouse=True)

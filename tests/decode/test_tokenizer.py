@@ -48,6 +48,13 @@ def test_a_tokenizer_that_cannot_work_is_refused_when_it_is_loaded(kitchen, chan
         altered(kitchen, **changes).pipeline()
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", ""])
+def test_a_tokenizer_that_is_not_there_is_told_with_the_way_to_get_it(kitchen, name):
+    (kitchen.folder / "tokenizer.json").unlink()
+    with pytest.raises(SpecError, match=r"No such file.*of the Hugging Face Hub is not downloaded"):
+        load_tokenizer(str(kitchen.folder / name))
+
+
 def test_a_panic_while_loading_is_refused_like_any_other_damage(kitchen):
     with pytest.raises(SpecError, match="cannot be read: range end index"):
         broken_merges(kitchen).pipeline()

@@ -14,11 +14,12 @@ from dataservice.core.errors import SampleError, SpecError
 from dataservice.decode.placeholders import PlaceholderTokens
 from dataservice.decode.processors.base import View, VisionPlan
 from dataservice.decode.processors.transformers_image import (
+    OTHER_TEXT,
     TransformersImageProcessor,
     TransformersImageSpec,
 )
 from dataservice.decode.sample_pipeline import build_pipeline
-from dataservice.decode.spec import CustomVisionSpec
+from dataservice.decode.spec import BUILT_IN, CustomVisionSpec
 from tests.decode.pictures import soft_picture
 from trainer_client.encoder_inputs import square_pixels
 
@@ -41,7 +42,6 @@ MODELS = {
         {"size": {"longest_edge": 128}, "patch_size": {"height": 16, "width": 16}},
         {"patch": 16, "merge": 2},
     ),
-    "LlavaOnevisionImageProcessor": (SMALL, {"patch": 14}),
 }
 SIZES = [(640, 480), (61, 300), (200, 150)]
 
@@ -114,6 +114,7 @@ def test_tokens_are_as_many_as_the_models_own_processor_writes(
     ("kind", "options", "message"),
     [
         ("Qwen2VLImageProcessor", {}, r"makes pixel_values .* neither patches nor"),
+        ("PaddleOCRVLImageProcessor", {}, r"makes pixel_values .* and image_grid_thw"),
         ("DeepseekVLHybridImageProcessor", SMALL, r"and high_res_pixel_values"),
         ("ChameleonImageProcessor", {}, r"does more behind resizing than"),
         ("LightGlueImageProcessor", {}, r"fails on a picture of 64×48 pixels with ValueError"),
@@ -126,6 +127,35 @@ def test_a_processor_that_ranks_or_plans_cannot_follow_is_refused(
     spec = TransformersImageSpec(folder=folder_of(tmp_path / "model", kind, **options), patch=14)
     with pytest.raises(SpecError, match=message):
         kitchen.pipeline(vision=spec)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "remedy"),
+    [
+        ("LlavaNextImageProcessor", {}, r"vision: {kind: llava_next}, which is built in"),
+        ("Idefics3ImageProcessor", {}, r"vision: {kind: idefics3}, which is built in"),
+        ("SmolVLMImageProcessor", {}, r"vision: {kind: smolvlm}, which is built in"),
+        ("LlavaOnevisionImageProcessor", SMALL, r"by vision: {kind: custom}"),
+        ("Ovis2ImageProcessor", {}, r"by vision: {kind: custom}"),
+        (
+            "PixtralImageProcessor",
+            {"processor_class": "PixtralProcessor"},
+            r"by vision: {kind: custom}",
+        ),
+    ],
+)
+def test_a_model_whose_tokens_are_not_those_of_its_tiles_is_refused_by_name(
+    kitchen, tmp_path, kind, options, remedy
+):
+    spec = TransformersImageSpec(folder=folder_of(tmp_path / "model", kind, **options), patch=14)
+    with pytest.raises(SpecError, match=rf"their tokens would be counted wrongly\. .*{remedy}"):
+        kitchen.pipeline(vision=spec)
+
+
+def test_the_classes_that_are_refused_are_those_of_transformers():
+    for name, kind in OTHER_TEXT.items():
+        assert hasattr(transformers, name)
+        assert kind in ("", *BUILT_IN)
 
 
 class BordersCut:

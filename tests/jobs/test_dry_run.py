@@ -75,7 +75,7 @@ def test_a_source_without_one_whole_file_names_all_of_them_and_stops_no_other(ho
     (home / "talks.jsonl").write_text("[1]")
     done = dry(home, 3)
     assert [each.source for each in done.summaries] == ["pages"]
-    assert "source 'talks': all of its 1 files are damaged" in done.problem
+    assert "source 'talks': not one of its 1 files can be read" in done.problem
     assert "one JSON array" in done.problem
 
 

@@ -160,8 +160,8 @@ def test_all_damaged_files_of_all_sources_are_named_in_one_run_and_can_be_left_o
     write_jsonl(job.home / "texts" / "more.jsonl", [{"id": "more", "text": "more"}])
     (job.home / "texts" / "array.jsonl").write_text('[{"text": "one"}]')
     said = job.refused("index")
-    says(said, "source 'images': 1 of its 2 files are damaged", "images-1.tar: ", "truncated")
-    says(said, "source 'texts': 1 of its 3 files are damaged", "array.jsonl: ", "one JSON array")
+    says(said, "source 'images': 1 of its 2 files cannot be read", "images-1.tar: ", "truncated")
+    says(said, "source 'texts': 1 of its 3 files cannot be read", "array.jsonl: ", "one JSON array")
     says(said, "clips", "--leave-out-damaged")  # the table has the source that is whole
     says(job.refused("job", "submit"), "no complete index")
     done = job.cli.ok("index", job.file, "--leave-out-damaged", "--processes", "1")

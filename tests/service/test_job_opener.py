@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataservice.core.errors import IndexStaleError, SpecError
+from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
 from dataservice.jobs.job_file import read_job
@@ -98,6 +99,20 @@ def test_its_process_has_ended_and_nothing_of_it_is_left(opener, home):
 def test_a_template_that_loops_is_refused_by_the_limit_it_met(opener, home):
     with pytest.raises(SpecError, match=r"chat template.*more than 1 s of CPU"):
         opened(opener, with_template(home, LOOPS))
+
+
+def test_a_job_file_that_takes_long_to_read_is_not_told_as_a_slow_template():
+    opener = JobOpener(
+        custom_processors={},
+        limits=DEFAULT_LIMITS,
+        allowed_roots=None,
+        opening=QUICK,
+        job_limits=JobLimits(max_job_file_bytes=2**23),
+    )
+    with closing(opener):
+        opener.start()
+        with pytest.raises(SpecError, match="the job file took more than 1 s of CPU to read"):
+            opener.read_job(f"[{'[],' * 2**21}]", "/", "")
 
 
 def test_a_template_that_wants_gigabytes_costs_this_process_nothing(opener, home):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from datetime import datetime
 
 import grpc.aio
 import pytest
@@ -32,9 +33,9 @@ class Authority:
         self.ca_file = folder / "ca.pem"
         self.ca.cert_pem.write_to_path(self.ca_file)
 
-    def issue(self, name, host="127.0.0.1", folder=None):
+    def issue(self, name, host="127.0.0.1", folder=None, **dates):
         """(certificate file, key file) of a host."""
-        issued = self.ca.issue_cert(host)
+        issued = self.ca.issue_cert(host, **dates)
         certificate, key = (
             (folder or self.folder) / f"{name}{suffix}" for suffix in (".pem", ".key")
         )
@@ -150,6 +151,19 @@ async def test_a_renewed_certificate_is_taken_up_and_a_broken_one_is_not(
     await refusal(address, old)
     os.unlink(spec.key_file)
     assert await jobs(address, new) == []
+
+
+@pytest.mark.parametrize("begins", [2000, 2100])
+async def test_a_certificate_that_is_not_valid_now_is_told_with_its_dates_and_may_be_renewed(
+    serve, authority, tmp_path, caplog, begins
+):
+    dates = {"not_before": datetime(begins, 1, 2), "not_after": datetime(begins + 1, 3, 4)}
+    address = await serve(TlsSpec(**authority.issue("server", folder=tmp_path, **dates)))
+    assert f"valid from {begins}-01-02 00:00:00+00:00 to {begins + 1}-03-04" in caplog.text
+    caplog.clear()
+    authority.issue("server", folder=tmp_path)
+    assert await jobs(address, ClientTls(ca_file=str(authority.ca_file))) == []
+    assert "no client will connect" not in caplog.text
 
 
 def test_files_that_are_no_certificate_are_named_before_anything_is_served(authority, tmp_path):

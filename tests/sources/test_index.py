@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dataservice.core.errors import SourceError, StorageAwayError
-from dataservice.core.job import SourceSpec
+from dataservice.core.job import ColumnMap, SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import ItemKind, RawSample, SampleLengths
@@ -329,7 +330,7 @@ def test_damaged_files_stop_no_other_and_are_all_named_in_one_run(
     with pytest.raises(SourceError) as caught:
         build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
     said = str(caught.value)
-    assert "3 of its 5 files are damaged" in said
+    assert "3 of its 5 files cannot be read" in said
     for line in ("0.tar: .*truncated", "3.tar: .*max_header_bytes", "4.tar: .*compressed"):
         assert re.search(line, said)
     assert "1.tar" not in said
@@ -370,8 +371,46 @@ def test_a_false_parquet_footer_is_damage(
         write_parquet(tmp_path / "data" / f"{name}.parquet", {"text": ["one"]})
     (tmp_path / "data" / "b.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
     source = spec(tmp_path / "data", "parquet")
-    with pytest.raises(SourceError, match=r"1 of its 2 files are damaged.*\n  b\.parquet: "):
+    with pytest.raises(SourceError, match=r"1 of its 2 files cannot be read.*\n  b\.parquet: "):
         build_index(source, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+
+
+def test_a_misspelt_column_is_no_damage_to_be_left_out(
+    tmp_path: Path, spec: Spec, write_parquet: Write, counting: Counting
+) -> None:
+    for name in ("a", "b"):
+        write_parquet(tmp_path / "data" / f"{name}.parquet", {"note": ["x"], "caption": ["one"]})
+    source = spec(tmp_path / "data", "parquet", columns=ColumnMap(caption="capton"))
+    with pytest.raises(SourceError, match="not one of its 2 files can be read") as caught:
+        build_index(source, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    said = str(caught.value)
+    assert "no column 'capton', which columns.caption of the source names" in said
+    assert "caption, note" in said
+    assert "--leave-out-damaged" not in said
+
+
+@pytest.mark.parametrize("held", ["parquet", "arrow", "jsonl", "json", "webdataset"])
+@pytest.mark.parametrize("named", ["parquet", "arrow", "jsonl", "json", "webdataset", "mds"])
+def test_a_file_of_another_format_is_told_by_its_own(
+    tmp_path: Path, spec: Spec, counting: Counting, write_tar: Write, held: str, named: str
+) -> None:
+    table, path = pa.table({"text": ["one"]}), tmp_path / "data"
+    if held == "parquet":
+        pq.write_table(table, path)
+    elif held == "arrow":
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    elif held == "webdataset":
+        write_tar(path, [("a.txt", b"one")])
+    else:
+        path.write_text('{"text": "one"}' if held == "jsonl" else '[{"text": "one"}]')
+    source = spec(path, named)
+    if held == named:
+        build_index(source, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+        return
+    with pytest.raises(SourceError, match=f"format: {held}") as caught:
+        build_index(source, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
+    assert str(caught.value).count(f"format: {held}") == 1
 
 
 def test_storage_that_is_away_is_no_damage_and_cannot_be_left_out(
@@ -895,7 +934,7 @@ def test_a_large_file_that_is_gone_is_left_out_whoever_reads_it(
     monkeypatch.setattr(index, "list_files", gone)
     out = {"out_dir": str(tmp_path / "index"), "make_measurer": spawnable, "workers": workers}
     with pytest.raises(
-        SourceError, match=r"(?s)1 of its 3 files are damaged; the others are.*1.js"
+        SourceError, match=r"(?s)1 of its 3 files cannot be read; the others are.*1.js"
     ):
         build_index(three_large, **out)
     assert len(list((tmp_path / "index" / "src").glob("part-*.parquet"))) == 2

@@ -305,10 +305,24 @@ def test_a_disk_that_is_full_or_read_only_at_the_start_is_named(tmp_path: Path) 
         filled(disk / "ballast")
         with pytest.raises(StateError, match=rf"{disk}.*(No space left|full|I/O error).*[Ss]pace"):
             SqliteStateStore(disk)
+        # With room for a new page of the lock, but not for SQLite.
+        with (disk / "ballast").open("r+b") as ballast:
+            ballast.truncate(ballast.seek(0, 2) - 4096)
+        with pytest.raises(StateError, match=r"(full|I/O error).*start the service again") as full:
+            SqliteStateStore(disk)
+        assert "need not be restarted" not in str(full.value)
         (disk / "ballast").unlink()
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         with pytest.raises(StateError, match=r"cannot be written: Read-only file system"):
             SqliteStateStore(disk)
+
+
+@pytest.mark.parametrize("name", ["state.db", "state.db-wal", "state.backup.db", "state.lock"])
+def test_a_folder_in_place_of_a_file_is_named_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir(mode=0o755)
+    with pytest.raises(StateError, match=rf"{name} is a folder.*Move it away.*--state-dir"):
+        SqliteStateStore(tmp_path)
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o755
 
 
 # ---- size and speed -----------------------------------------------------------------------

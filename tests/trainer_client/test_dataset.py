@@ -106,6 +106,11 @@ def test_it_works_inside_a_data_loader(service):
     assert [shard.step for shard in loader] == [0, 1, 2, 3]
 
 
+def test_a_data_loader_that_would_batch_shards_is_refused_with_the_remedy(service):
+    with pytest.raises(MisuseError, match=r"use DataLoader\(dataset, batch_size=None\)"):
+        next(iter(DataLoader(service.dataset())))
+
+
 def test_a_forked_process_is_told_that_it_may_not_iterate_and_the_other_goes_on(service):
     iterator = iter(service.dataset(rank=0))
     assert next(iterator).step == 0

@@ -15,6 +15,8 @@ pictures of noise when a pipeline is built. Tokens are those of the tiles:
 """
 
 import importlib
+import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +38,20 @@ FILES = ("preprocessor_config.json", "processor_config.json", "config.json")
 PROBES = ((64, 48), (301, 200), (97, 420))  # (width, height) in pixels
 NORMALISED = 1e-4  # float32 leaves 1e-6; a processor that does something else differs by far more
 SIZES_KEPT = 65_536
+
+OTHER_TEXT = {
+    "AyaVisionProcessor": "",
+    "DeepseekOcr2ImageProcessor": "",
+    "GraniteDoclingImageProcessor": "",
+    "Idefics3ImageProcessor": "idefics3",
+    "LlavaNextImageProcessor": "llava_next",
+    "LlavaOnevisionImageProcessor": "",
+    "Ovis2ImageProcessor": "",
+    "PixtralProcessor": "",
+    "SmolVLMImageProcessor": "smolvlm",
+}
+"""Classes of models whose tokens are not those of their tiles, each with the kind that is built in
+for them: they write other tokens between rows or tiles, or none for what pads a picture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +93,12 @@ class TransformersImageSpec:
         """The processor of the folder. Takes seconds: it imports transformers.
 
         Raises:
-            SpecError: it cannot be loaded, or is not one whose tiles follow from a picture's size.
+            SpecError: it cannot be loaded, or is not one whose tiles follow from a picture's size,
+                and tokens from its tiles.
         """
-        return TransformersImageProcessor(self, _loaded(self.folder))
+        processor = _loaded(self.folder)
+        _refuse_other_text(self.folder, type(processor).__name__)
+        return TransformersImageProcessor(self, processor)
 
 
 class TransformersImageProcessor:
@@ -166,6 +185,22 @@ def _loaded(folder: str) -> Any:
         ) from error
 
 
+def _refuse_other_text(folder: str, image_processor: str) -> None:
+    """Raises SpecError where the model's text has other tokens than those of the tiles."""
+    names = [image_processor.removesuffix("Fast").removesuffix("Pil")]
+    for file in FILES[:2]:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            names.append(str(json.loads((Path(folder) / file).read_bytes())["processor_class"]))
+    for name in names:
+        if (kind := OTHER_TEXT.get(name)) is not None:
+            remedy = f"Write vision: {{kind: {kind}}}, which is built in." if kind else _INSTEAD
+            raise SpecError(
+                f"vision kind transformers counts the tokens of tiles; models of {quoted(name)} "
+                "write other tokens between rows or tiles, or none for what pads a picture, so "
+                f"that their tokens would be counted wrongly. {remedy}"
+            )
+
+
 def _require_fit(processor: Any, name: str) -> None:
     """Raises SpecError unless tiles follow from a picture's size, and a rank can do the processor's
     last steps."""
@@ -198,6 +233,7 @@ def _require_fit(processor: Any, name: str) -> None:
             )
 
 
+_OF_PATCHES = ("image_grid_thw", "target_sizes")  # beside pixel_values that are patches in a row
 _INSTEAD = (
     "Use the kind of its family where it is built in, or a class of your own by vision: {kind: "
     "custom}."
@@ -223,7 +259,11 @@ def _tiles_of(processor: Any, name: str, picture: Pixels) -> Pixels:
 
 def _as_tiles(made: Any, name: str) -> NDArray[Any]:
     """What a processor gives as [tiles, height, width, 3]."""
-    others = [key for key in made if key != "pixel_values" and key.endswith("pixel_values")]
+    others = [
+        key
+        for key in made
+        if (key != "pixel_values" and key.endswith("pixel_values")) or key in _OF_PATCHES
+    ]
     values = np.asarray(made["pixel_values"])
     if others or values.ndim < 4 or values.shape[-3] != 3:
         raise SampleError(

@@ -11,6 +11,7 @@ from dataservice.core.errors import SourceError
 from dataservice.core.sample import ByteSpan
 from dataservice.sources.formats.json_records import JsonRecords
 from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.formats.signatures import FORMAT_HEAD_BYTES
 from dataservice.sources.storage import SourceFile
 
 _CHUNK_BYTES = 2**20
@@ -27,7 +28,7 @@ class JsonArray(JsonRecords):
         """All objects of a file. Raises SourceError when it is no array of objects, or damaged."""
         name = posixpath.basename(file.path)
         with self._storage.open(file.path) as stream:
-            self.require_plain(stream.read(4), file)
+            self.require_plain(stream.read(FORMAT_HEAD_BYTES), file)
             stream.seek(0)
             text = _Text(stream, f"{self._owner}: {file.path}", self._limits.max_record_bytes)
             yield from self.scanned(file, text.elements(name))

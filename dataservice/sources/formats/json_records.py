@@ -10,6 +10,7 @@ from dataservice.sources.formats.file_format import FileFormat
 from dataservice.sources.formats.layout import laid_out, loss_weight_of
 from dataservice.sources.formats.media_refs import media_keys, read_refs, refs_in, without_held
 from dataservice.sources.formats.protocol import ScannedSample
+from dataservice.sources.formats.signatures import signature_format
 from dataservice.sources.storage import SourceFile
 
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
@@ -20,7 +21,8 @@ class JsonRecords(FileFormat):
     """The records of one source, whose media are files that they name."""
 
     def require_plain(self, head: bytes, file: SourceFile) -> None:
-        """Raises SourceError where a file begins as a compressed one does, or as UTF-16."""
+        """Raises SourceError where a file begins as a compressed one does, as UTF-16, or as one
+        of another format."""
         if head.startswith(_COMPRESSED):
             raise SourceError(
                 f"{self._owner}: {file.path} is compressed; samples are read from the middle of "
@@ -28,6 +30,12 @@ class JsonRecords(FileFormat):
             )
         if head.startswith(_WIDE):
             raise SourceError(f"{self._owner}: {file.path} is UTF-16. Write it in UTF-8.")
+        found = signature_format(head)
+        if found not in (None, "json", "jsonl"):
+            raise SourceError(
+                f"{self._owner}: {file.path} is no JSON: it begins as files of {found} do. Write "
+                f"format: {found} in the source."
+            )
 
     def scanned(
         self, file: SourceFile, pieces: Iterable[tuple[str, ByteSpan, bytes]]

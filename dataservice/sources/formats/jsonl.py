@@ -10,6 +10,7 @@ from dataservice.core.errors import SourceError
 from dataservice.core.sample import ByteSpan
 from dataservice.sources.formats.json_records import JsonRecords
 from dataservice.sources.formats.protocol import FilePiece, ScannedSample
+from dataservice.sources.formats.signatures import FORMAT_HEAD_BYTES
 from dataservice.sources.storage import SourceFile
 
 _SKIPPED_BYTES = 2**20
@@ -21,7 +22,8 @@ class Jsonl(JsonRecords):
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
 
     def scan(self, file: SourceFile) -> Iterator[ScannedSample]:
-        """All lines of a file. Raises SourceError when the file is compressed or one JSON array."""
+        """All lines of a file. Raises SourceError when the file is compressed, one JSON
+        array, or of another format."""
         with self._storage.open(file.path) as stream:
             self._require_lines(stream, file)
             stream.seek(0)
@@ -62,7 +64,7 @@ class Jsonl(JsonRecords):
             yield from self.scanned(file, self._lines(stream, file, piece))
 
     def _require_lines(self, stream: IO[bytes], file: SourceFile) -> None:
-        head = stream.read(64)
+        head = stream.read(FORMAT_HEAD_BYTES)
         self.require_plain(head, file)
         if head.lstrip().startswith(b"["):
             raise SourceError(

@@ -1,14 +1,17 @@
-"""Recognises a file's kind by its first bytes, whatever its name.
+"""Recognises a file's kind, or its format, by its first bytes, whatever its name.
 
 Only signatures with which other data do not begin by chance are used. Bare MPEG audio frames (an
 MP3 without ID3, AAC as ADTS) begin with 11 set bits, and so may vectors: such files are recognised
 only by name.
 """
 
+from dataservice.core.job import SourceFormat
 from dataservice.core.sample import MediaKind
 
 HEAD_BYTES = 64
 """The number of bytes that `signature_kind` looks at."""
+FORMAT_HEAD_BYTES = 512
+"""The number of bytes that `signature_format` looks at."""
 
 _STARTS: tuple[tuple[bytes, MediaKind], ...] = (
     (b"\xff\xd8\xff", "image"),  # JPEG
@@ -38,6 +41,22 @@ _RIFF: dict[bytes, MediaKind] = {b"WEBP": "image", b"WAVE": "audio", b"AVI ": "v
 _IMAGE_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1", b"hevc")
 _AUDIO_BRANDS = (b"M4A ", b"M4B ", b"M4P ")
 _BMP_HEADERS = (12, 40, 52, 56, 64, 108, 124)
+
+_FORMATS: tuple[tuple[bytes, SourceFormat], ...] = (
+    (b"PAR1", "parquet"),
+    (b"ARROW1", "arrow"),
+    (b"\xff\xff\xff\xff", "arrow"),  # a stream of messages
+    (b"{", "jsonl"),
+    (b"[", "json"),
+)
+
+
+def signature_format(head: bytes) -> SourceFormat | None:
+    """Format of a source's file that begins with `head`, or None when it is not recognised."""
+    if head[257:262] == b"ustar":
+        return "webdataset"
+    text = head.lstrip()
+    return next((format for start, format in _FORMATS if text.startswith(start)), None)
 
 
 def signature_kind(head: bytes) -> MediaKind | None:

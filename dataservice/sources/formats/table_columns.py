@@ -7,8 +7,9 @@ of these are the record. Vectors, dates, and bytes whose name says nothing are n
 looks at these bytes, in case they are media.
 """
 
+import difflib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 
 from dataservice.core.errors import SourceError
 from dataservice.core.job import SourceSpec
-from dataservice.core.quoting import cut
+from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
 from dataservice.sources.formats.media_names import default_kind, holding_kind
 from dataservice.sources.formats.signatures import HEAD_BYTES, signature_kind
@@ -94,15 +95,24 @@ def refuse_media(batch: pa.RecordBatch, columns: Columns, owner: str) -> None:
 
 
 def _require_columns(schema: pa.Schema, spec: SourceSpec, owner: str) -> None:
-    media = [column for columns in spec.media_columns.values() for column in columns]
-    for column in (*media, *spec.columns.of_records.values()):
+    media = {name: role for role, names in spec.media_columns.items() for name in names}
+    texts = {column: role for role, column in spec.columns.of_records.items()}
+    for column, role in {**texts, **media}.items():
         # The first key of a dotted path is a column; media are read from columns alone.
         first = column if column in media else column.split(".")[0]
         if not {column, first} & set(schema.names):
+            place = "image_column" if column == spec.image_column else f"columns.{role}"
             raise SourceError(
-                f"{owner} has no column {column!r}; it has {cut(', '.join(schema.names))}. Correct "
-                "the source's columns."
+                f"{owner} has no column {quoted(column)}, which {place} of the source names. "
+                "Its columns, the most alike first, are "
+                f"{cut(', '.join(_most_alike(column, schema.names)))}. Correct {place}."
             )
+
+
+def _most_alike(column: str, names: Sequence[str]) -> list[str]:
+    """Names of columns, as far as they are shown; those most like `column` first."""
+    shown = [cut(name, 60) for name in names]
+    return difflib.get_close_matches(cut(column, 60), shown, n=len(shown) or 1, cutoff=0)
 
 
 def _unreadable(field: "pa.Field[Any]", owner: str, use: str) -> SourceError:
