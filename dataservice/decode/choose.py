@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from dataservice.core.errors import SpecError
+from dataservice.core.named_files import read_named
 from dataservice.core.own_code import made_of
 from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import MediaKind
@@ -142,7 +143,7 @@ def choose_template(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> TemplateS
         name, text = "chatml", CHATML
     else:
         try:
-            text = Path(name).read_text(encoding="utf-8")
+            text = read_named(Path(name)).decode("utf-8")
         except (OSError, ValueError) as error:
             raise SpecError(
                 f"chat template {quoted(name)} cannot be read: {cut(error)}. Give auto, chatml, or "

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from dataservice.core.errors import SampleError, SpecError, caught
+from dataservice.core.named_files import read_named
 from dataservice.core.quoting import cut, quoted
 from dataservice.decode.marks import BREAK, RESERVED
 from dataservice.decode.token_bytes import TokenBytes, token_bytes
@@ -313,7 +314,7 @@ def _begins_with(tokenizer: TokenModel, token: str | None) -> bool:
 
 def _read(file: Path, path: str) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_buffer(read_named(file))
     # The library raises plain Exception, for a missing file and a damaged one alike, or panics.
     except BaseException as error:
         if not _is_failure(error):
@@ -408,7 +409,7 @@ def _config(folder: Path) -> dict[str, object]:
     if not file.exists():
         return {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_named(file))
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{file} cannot be read: {cut(error)}. Repair or remove it.") from error
     if not isinstance(config, dict):
@@ -429,7 +430,7 @@ def _template(folder: Path, config: dict[str, object]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
-            return file.read_text(encoding="utf-8")
+            return read_named(file).decode("utf-8")
         except (OSError, ValueError) as error:
             raise SpecError(f"{file} cannot be read: {cut(error)}. Repair or remove it.") from error
     template = config.get("chat_template")

@@ -75,7 +75,9 @@ class IndexProgram:
             )
         codes = format_codes([job.source], self.custom_processors)
         (opened,) = opened_sources([job.source], self.storage_profiles, job.team, codes=codes)
-        make: MakeMeasurer = partial(pipeline_of, job.pipeline, self.custom_processors, self.limits)
+        make: MakeMeasurer = partial(
+            pipeline_of, job.pipeline, self.custom_processors, self.limits, roots=job.roots
+        )
         fingerprint = ""  # of what needs none
         if errand.measures:
             measurer = make()

@@ -22,6 +22,7 @@ from dataservice.core.job import (
     SourceSpec,
     WeightUnit,
 )
+from dataservice.core.named_files import judged_by
 from dataservice.core.plan_options import PlanOptions
 from dataservice.core.topology import EncoderStage, Meet, ReplicaLayout
 from dataservice.core.validation import SUFFIX, validation_of
@@ -250,7 +251,8 @@ class JobFile(JobSpec):
 def read_job(text: str, base: Path, roots: Roots | None = None) -> JobFile:
     """Validate a job file and make its paths absolute. Raises SpecError where it is invalid, or
     names a file that is not under `roots`. Storage profiles are not looked up."""
-    file = _with_cost(_with_layout(written(text, "job file"), base, roots), base, roots)
+    with judged_by(None if roots is None else roots.hold_file):
+        file = _with_cost(_with_layout(written(text, "job file"), base, roots), base, roots)
     spec = _resolved(validated(JobFile, file, "job file"), base)
     if roots is not None:
         require_allowed(spec, roots)

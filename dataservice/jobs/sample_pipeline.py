@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.named_files import judged_by
 from dataservice.core.ports import RangeCache
 from dataservice.core.team import NO_TEAM
 from dataservice.decode.sample_pipeline import Pipeline, PipelinePart, PipelineSpec, build_pipeline
@@ -127,7 +128,8 @@ def decoder_of(
         plain = json.loads(worker_pipeline)
         pipeline, wanted = json.dumps(plain["pipeline"]), dict(plain["identity"])
         sources = _SOURCES.validate_python(plain["sources"])
-    built = pipeline_of(pipeline, custom_processors, limits, sources)
+        roots = _roots(plain)
+    built = pipeline_of(pipeline, custom_processors, limits, sources, roots)
     _require_identity(built.identity, wanted)
     return built
 
@@ -152,14 +154,17 @@ def pipeline_of(
     custom_processors: dict[str, str],
     limits: DecodeLimits = DEFAULT_LIMITS,
     sources: Sequence[SourceSpec] = (),
+    roots: Roots | None = None,
 ) -> Pipeline:
-    """Build the pipeline, which parses what the own formats of these sources read. Raises SpecError
-    where the tokenizer, the template, a processor or a format cannot be loaded."""
+    """Build the pipeline, which parses what the own formats of these sources read, from files under
+    the roots, if any are given. Raises SpecError where the tokenizer, the template, a processor or
+    a format cannot be loaded."""
     with understood():
         spec = _PIPELINE.validate_json(pipeline)
-    return build_pipeline(
-        spec,
-        custom_processors=OwnClasses(custom_processors),
-        limits=limits,
-        formats=own_formats(sources, custom_processors, limits),
-    )
+    with judged_by(None if roots is None else roots.hold_file):
+        return build_pipeline(
+            spec,
+            custom_processors=OwnClasses(custom_processors),
+            limits=limits,
+            formats=own_formats(sources, custom_processors, limits),
+        )

@@ -213,7 +213,9 @@ def build_files(
     require_code_allowed(spec.sources, spec.pipeline, code_packages, team_of(record.name))
     job_limits.check("max_sources", len(spec.sources), "sources")
     job_limits.check("max_epochs", spec.epochs, "epochs")
-    pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits, spec.sources)
+    pipeline = pipeline_of(
+        pipeline_json(spec.pipeline), custom_processors, limits, spec.sources, roots
+    )
     return BuiltPipeline(fingerprint=pipeline.fingerprint, digests=pipeline.digests)
 
 

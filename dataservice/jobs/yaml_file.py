@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dataservice.core.errors import SpecError
+from dataservice.core.named_files import read_named
 from dataservice.core.quoting import cut, quoted
 from dataservice.jobs.expected import Place
 from dataservice.jobs.mistakes import spec_error
@@ -81,7 +82,7 @@ class Written:
 def read_text(path: Path, what: str) -> str:
     """The text of a file that the user named. Raises SpecError where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_named(path).decode("utf-8")
     except OSError as error:
         raise SpecError(
             f"the {what} {path} cannot be read: {error.strerror}. Check the path."

@@ -28,6 +28,7 @@ from tenacity import (
 
 from dataservice.core.distribution import installing
 from dataservice.core.errors import ServiceError, SourceError, StorageAwayError
+from dataservice.core.named_files import path_of
 from dataservice.sources.opened import without_secrets
 from dataservice.sources.roots import Roots
 
@@ -280,14 +281,6 @@ class _Remote(io.RawIOBase):
     def close(self) -> None:
         self._stream.close()
         super().close()
-
-
-def path_of(descriptor: int, path: str) -> str:
-    """The real path of an open file, if the system tells it."""
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return os.path.realpath(path)
 
 
 def require_storage(url: str, options: Mapping[str, Any], owner: str) -> None:

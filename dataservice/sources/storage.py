@@ -17,6 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from dataservice.core.errors import SampleError, SourceError, StorageAwayError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
+from dataservice.core.named_files import path_of
 from dataservice.core.ports import RangeCache
 from dataservice.core.sample import ByteSpan
 from dataservice.sources.filesystem import (
@@ -25,7 +26,6 @@ from dataservice.sources.filesystem import (
     is_allowed,
     open_filesystem,
     open_to_read,
-    path_of,
     patiently,
     protocols,
     require_allowed,

@@ -42,6 +42,30 @@ def test_a_folder_or_a_link_in_it_that_leads_outside_the_roots_is_refused(tmp_pa
         read_job(inside, team, roots)
 
 
+@pytest.mark.parametrize(
+    "naming", [{"layout": "it"}, {"plan": {"cost": "it"}}, {"plan": {"memory": "it"}}]
+)
+def test_a_file_that_becomes_a_link_once_its_path_was_checked_is_not_read(
+    tmp_path, monkeypatch, naming
+):
+    team, secret = tmp_path / "team", tmp_path / "other.yaml"
+    team.mkdir()
+    secret.write_text("secret: of-another-team: x")
+    roots = Roots.of([str(team)], "team")
+    require = Roots.require
+
+    def checked(self, *asked):
+        require(self, *asked)
+        (team / "it").unlink(missing_ok=True)
+        (team / "it").symlink_to(secret)
+
+    monkeypatch.setattr(Roots, "require", checked)
+    (team / "it").write_text("memory: {}")
+    with pytest.raises(SpecError, match="this service does not read there") as refused:
+        read_job(yaml.safe_dump({**JOB, **naming}), team, roots)
+    assert "of-another-team" not in str(refused.value)
+
+
 HELD_OUT = {"name": "held-out", "format": "jsonl", "url": "held-out.jsonl"}
 
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.core.job import STRICT
+from dataservice.core.named_files import named_folder, read_named
 from dataservice.core.quoting import cut, quoted
 from dataservice.decode.processors.base import VideoHeader, View, VisionPlan, no_clips
 from dataservice.decode.processors.frames import require_unit_frames
@@ -174,9 +175,10 @@ def _loaded(folder: str) -> Any:
             "Ask who runs the service to install it, on the workers too."
         ) from error
     try:
-        return transformers.AutoImageProcessor.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        with named_folder(folder, FILES) as named:
+            return transformers.AutoImageProcessor.from_pretrained(
+                named, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # whatever is wrong with the files, or missing for that processor
         raise SpecError(
             f"transformers {_release('transformers')} has no image processor for the vision folder "
@@ -190,7 +192,7 @@ def _refuse_other_text(folder: str, image_processor: str) -> None:
     names = [image_processor.removesuffix("Fast").removesuffix("Pil")]
     for file in FILES[:2]:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            names.append(str(json.loads((Path(folder) / file).read_bytes())["processor_class"]))
+            names.append(str(json.loads(read_named(Path(folder) / file))["processor_class"]))
     for name in names:
         if (kind := OTHER_TEXT.get(name)) is not None:
             remedy = f"Write vision: {{kind: {kind}}}, which is built in." if kind else _INSTEAD

@@ -211,6 +211,28 @@ def test_items_at_tokens_that_are_not_the_model_s_are_refused(name, token):
         one_step(trainable(model, processor=PROCESSOR), name)
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("pad", [0, 7])
+def test_samples_that_could_not_be_decoded_tell_nothing_of_the_tokenizer(pad, degree):
+    plain = FAMILIES["qwen2_5_vl"].build()
+    samples = samples_of("qwen2_5_vl", plain, 1)
+    plain.config.image_token_id = plain.config.video_token_id = 3
+    model = trainable(plain, processor=PROCESSOR)
+    masked = [
+        replace(
+            each,
+            ids=torch.full_like(each.ids, pad),
+            unshifted=torch.full_like(each.unshifted, -100),
+        )
+        for each in samples
+    ]
+    for microbatch in shard_of(masked, degree, 0, 1, (degree,)).microbatches:
+        model.require_own_tokens(microbatch)
+    with pytest.raises(LayoutError, match="has image_token_id 3"):
+        for microbatch in shard_of(samples, degree, 0, 1, (degree,)).microbatches:
+            model.require_own_tokens(microbatch)
+
+
 def test_ids_that_a_small_model_has_no_embeddings_of_tell_nothing():
     model = FAMILIES["qwen2_5_vl"].build()
     model.config.image_token_id = model.config.video_token_id = 151_655

@@ -4,6 +4,9 @@ so that another tokenizer's ids would be trained without a word."""
 import sys
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from trainer_client.runtime import LayoutError
 from trainer_client.shard import Microbatch, ModalityBatch
 
@@ -47,8 +50,12 @@ class OwnTokens:
             exchange = None if batch is None else vars(batch)["exchange"]  # not counted as read
             if exchange is None or not len(exchange.recv_positions):
                 continue
+            places = exchange.recv_positions
+            told = _varied(ids, vars(microbatch)["position_ids"])[places]
+            found = sorted(set(ids[places[told]].tolist()))
+            if not found:
+                continue
             self._left.discard(modality)
-            found = sorted(set(ids[exchange.recv_positions].tolist()))
             own = self._own[modality]
             if strange := [token for token in found if token not in own.values()]:
                 said = ", ".join(f"{name} {token}" for name, token in own.items())
@@ -70,3 +77,14 @@ class OwnTokens:
     @property
     def _named(self) -> str:
         return type(self._model).__name__
+
+
+def _varied(ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Whether each row's chunk has different tokens, bool[rows]. All tokens of a sample that could
+    not be decoded are the same, and say nothing of the job's tokenizer."""
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[1:] = position_ids[1:] != position_ids[:-1] + 1
+    chunk = begins.cumsum(0) - 1
+    varied = torch.zeros(len(ids), dtype=torch.bool)
+    varied[chunk[ids != ids[begins][chunk]]] = True
+    return varied[chunk]
