@@ -15,6 +15,10 @@ from dataservice.core.job import (
     SpecRecord,
 )
 
+MOST_QUARANTINED = 50_000
+"""Entries of the quarantine that are kept of a job: at 5 kB each a team that trains bad samples
+again in every epoch would fill the disk of all."""
+
 
 class StateStore(Protocol):
     """Durable state. Every method is atomic, and raises StateError where the store cannot be
@@ -143,11 +147,14 @@ class StateStore(Protocol):
         ...
 
     def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
-        """Append; an entry of the same (job, attempt, step, sample_id) is kept once."""
+        """Append; an entry of the same (job, attempt, step, sample_id) is kept once. Of a job that
+        has MOST_QUARANTINED, further samples are only counted."""
         ...
 
-    def quarantine(self, job: str) -> list[QuarantineEntry]:
-        """All entries of a job by (attempt, step, sample_id)."""
+    def quarantine(
+        self, job: str, *, behind: QuarantineEntry | None = None, most: int | None = None
+    ) -> list[QuarantineEntry]:
+        """Entries of a job by (attempt, step, sample_id): those behind one, at most so many."""
         ...
 
     def quarantine_of_step(self, job: str, attempt: int, step: int) -> list[QuarantineEntry]:

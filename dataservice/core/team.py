@@ -34,8 +34,9 @@ class TeamSpec:
 
     weight: float = 1.0
     """While several teams want decoding time, it is shared in proportion to their weights."""
-    max_jobs: int | None = None
-    """Jobs that may be registered at once, a validation counted as one; any number by default."""
+    max_jobs: int = 1000
+    """Jobs that may be registered at once, a validation counted as one. Each keeps two files of its
+    index open, of as many as the coordinator may have."""
     max_ready_bytes: int | None = None
     """Decoded bytes held ahead of the team's trainers, over all its jobs."""
     max_decode_cpus: float | None = None

@@ -50,7 +50,7 @@ _QUESTIONS = ("question", "problem")
 # What a question may refer to, and the reader would not show.
 _BESIDE_QUESTIONS = ("choices", "options")
 _TRANSCRIPTS = ("sentence", "transcription", "transcript")
-_WEIGHT = "weight"
+_WEIGHTS = ("weight", "loss")
 _LISTS = (list, tuple)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -282,22 +282,28 @@ def _openai(record: Mapping[str, object], key: str, split: "_Splitter") -> Conve
 def _extras(turn: Mapping[str, object], *read: str) -> dict[str, object]:
     """The turn's other keys. Parquet writes every key in every row, with None for those that the
     row does not have."""
-    read = (*read, _WEIGHT)
+    read = (*read, *_WEIGHTS)
     return {key: value for key, value in turn.items() if key not in read and value is not None}
 
 
 def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
-    """What OpenAI's `weight` of a turn says, 0 or 1, which ShareGPT's have too."""
-    weight = turn.get(_WEIGHT)
-    if weight is None:
-        return True
-    if isinstance(weight, bool) or weight not in ((0, 1) if role == "assistant" else (0,)):
-        raise SampleError(
-            f"a turn of role {quoted(role, 40)} has weight {quoted(weight, 40)}; an assistant's "
-            "may be 0, which is not learnt, or 1, and others' 0. Correct or remove it; a weight of "
-            "the whole sample is named by columns: {loss_weight: …} in the source."
-        )
-    return bool(weight)
+    """What `weight` of a turn says, 0 or 1, as OpenAI has it, or `loss`, true or false, as ms-swift
+    has it."""
+    for key in _WEIGHTS:
+        weight = turn.get(key)
+        if weight is None:
+            continue
+        if not isinstance(weight, bool if key == "loss" else int | float) or weight not in (
+            (0, 1) if role == "assistant" else (0,)
+        ):
+            raise SampleError(
+                f"a turn of role {quoted(role, 40)} has {key} {quoted(weight, 40)}; an assistant's "
+                "weight may be 0, which is not learnt, or 1, its loss false or true, and others' 0 "
+                "and false. Correct or remove it; a weight of the whole sample is named by "
+                "columns: {loss_weight: …} in the source."
+            )
+        return bool(weight)
+    return True
 
 
 def _with_system(record: Mapping[str, object], messages: list[Message]) -> Conversation:

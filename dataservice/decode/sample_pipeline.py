@@ -372,7 +372,8 @@ def build_pipeline(
     preparation = choose_preparation(spec.prepare, custom)
     augmentation = choose_augmentation(spec.augment, custom)
     placeholders = choose_placeholders(spec, tokenizer)
-    guard = Guard(guarded_tokens(spec, tokenizer, placeholders))
+    guarded = guarded_tokens(spec, tokenizer, placeholders)
+    guard = Guard(guarded, tokenizer.normalizer_before(guarded))
     source = choose_template(spec, tokenizer)
     pads = distinct_pads(placeholders)
     template = ChatTemplate(source, guard=guard, pads=pads) if source else None

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -197,6 +197,16 @@ class LoadedTokenizer:
         """The id of a token, or None when the vocabulary does not have it."""
         return self.tokenizer.token_to_id(token)
 
+    def normalizer_before(self, tokens: Collection[str]) -> Callable[[str], str] | None:
+        """What is done to a text before some of these tokens are looked for in it; None where all
+        are looked for in the text itself."""
+        if not isinstance(self.tokenizer, Tokenizer) or self.tokenizer.normalizer is None:
+            return None
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        if not any(token.normalized and token.content in tokens for token in added):
+            return None
+        return cast("Callable[[str], str]", self.tokenizer.normalizer.normalize_str)
+
     def has_token(self, token: str) -> bool:
         """Whether this string becomes one token, also in the middle of other text."""
         token_id = self.id_of(token)
@@ -277,7 +287,7 @@ def configured(
 ) -> LoadedTokenizer:
     """A tokenizer with what the configuration in its folder says of it. Raises SpecError where that
     cannot be read."""
-    config = _config(folder)
+    config = _object(folder / "tokenizer_config.json")
     named = {name: t for name in _NAMED_TOKENS if (t := _token(config.get(name)))}
     adds_bos = config.get("add_bos_token")
     if adds_bos is None:  # such as Llama 3's, whose tokenizer.json does it by itself
@@ -354,7 +364,12 @@ class Guard:
     is later split there and tokenised in pieces, so that no piece contains a control token.
     """
 
-    def __init__(self, tokens: tuple[str, ...]) -> None:
+    def __init__(
+        self, tokens: tuple[str, ...], normalize: Callable[[str], str] | None = None
+    ) -> None:
+        """`normalize` is what the tokenizer does to text before it looks for these tokens, None
+        where it looks at the text itself."""
+        self._normalize = normalize
         texts = sorted({token for token in tokens if len(token) > 1}, key=len, reverse=True)
         choices = "|".join(map(re.escape, texts)) or r"(?!)"
         self._texts = tuple(texts)
@@ -370,6 +385,12 @@ class Guard:
             raise SampleError(
                 "the text contains a Unicode noncharacter in U+FDD0..U+FDD5, which marks places "
                 "while text is tokenised, or half of a surrogate pair. Remove it from the text."
+            )
+        if self._normalize is not None and self._count(self._normalize(text)) > self._count(text):
+            raise SampleError(
+                "the text has characters that the tokenizer's normalizer turns into a control "
+                "token, such as full-width or capital letters of one. Replace them, or leave the "
+                "sample out."
             )
         # Most texts hold the beginning of none, which is found out sooner.
         if not any(map(text.__contains__, self._beginnings)) or self._any.search(text) is None:
@@ -404,8 +425,8 @@ class Guard:
         return value
 
 
-def _config(folder: Path) -> dict[str, object]:
-    file = folder / "tokenizer_config.json"
+def _object(file: Path) -> dict[str, object]:
+    """A JSON object, empty where there is no such file."""
     if not file.exists():
         return {}
     try:
@@ -425,15 +446,16 @@ def _token(value: object) -> str | None:
 
 
 def _template(folder: Path, config: dict[str, object]) -> str | None:
-    """The chat template: from a file of its own, as newer models ship it, or from the
-    configuration."""
+    """The chat template: from a file of its own, as models ship it, or from the configuration. That
+    of a model's processor comes before that of its tokenizer, as in transformers."""
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
             return read_named(file).decode("utf-8")
         except (OSError, ValueError) as error:
             raise SpecError(f"{file} cannot be read: {cut(error)}. Repair or remove it.") from error
-    template = config.get("chat_template")
+    template = _object(folder / "chat_template.json").get("chat_template")
+    template = config.get("chat_template") if template is None else template
     if isinstance(template, list):  # several by name; "default" is the one for chat
         named = [entry for entry in template if isinstance(entry, dict)]
         chat = [entry.get("template") for entry in named if entry.get("name") == "default"]

@@ -230,8 +230,11 @@ class CoordinatorApi(Protocol):
         """Forget a job, and its validation. Raises ConflictError while trainers use it."""
         ...
 
-    async def quarantine(self, name: str) -> list[QuarantineEntry]:
-        """The job's samples that were trained with their labels masked, by attempt and step."""
+    async def quarantine(
+        self, name: str, behind: QuarantineEntry | None = None
+    ) -> list[QuarantineEntry]:
+        """Of the job's samples that were trained with their labels masked, by attempt and step, the
+        next behind one; none where there are no more."""
         ...
 
     async def explain(self, job: str, step: int, attempt: int | None) -> StepExplanation:

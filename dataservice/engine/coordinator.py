@@ -269,9 +269,11 @@ class Coordinator:
         """Draw by other weights from a step on."""
         return await self._table.change_mixture(job, weights, from_step)
 
-    async def quarantine(self, name: str) -> list[QuarantineEntry]:
-        """The job's samples that were masked, and why."""
-        return await self._table.quarantine(name)
+    async def quarantine(
+        self, name: str, behind: QuarantineEntry | None = None
+    ) -> list[QuarantineEntry]:
+        """The next of the job's samples that were masked, and why."""
+        return await self._table.quarantine(name, behind)
 
     async def explain(self, job: str, step: int, attempt: int | None) -> StepExplanation:
         """Plan a step of the ledger again."""

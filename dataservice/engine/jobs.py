@@ -74,6 +74,7 @@ MOST_RANGES = 1000
 MOST_SKIPS = 10_000
 """Ranges that are kept for a job, of all calls: each attempt looks through them as it begins."""
 MOST_COSTS = 1000
+QUARANTINE_PAGE = 5000  # entries that are read from the store in one turn
 """Changes of its costs that are kept for a job."""
 
 Restore = Callable[[RunningJob, JobSetup, AttemptRecord], Awaitable[None]]
@@ -441,9 +442,13 @@ class JobTable:
         if running.loop is not None and running.attempt is not None:
             running.loop.use(running.setups[running.attempt.spec_version])
 
-    async def quarantine(self, name: str) -> list[QuarantineEntry]:
-        """The job's samples that were masked, and why."""
-        return await in_store(self._store.quarantine, self.get(name).record.name)
+    async def quarantine(self, name: str, behind: QuarantineEntry | None) -> list[QuarantineEntry]:
+        """The next of the job's samples that were masked, and why: few enough that other jobs'
+        steps hardly wait for the store."""
+        job = self.get(name).record.name
+        return await in_store(
+            partial(self._store.quarantine, job, behind=behind, most=QUARANTINE_PAGE)
+        )
 
     async def explain(self, job: str, step: int, attempt: int | None) -> StepExplanation:
         """Plan a step of the ledger again, or one that was skipped."""

@@ -38,7 +38,10 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """A job's name, as a job file may write it."""
 TEMPLATES = ("auto", "chatml")
 """Chat templates that are built in, not files."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
 """Files that are read from a tokenizer's folder if they exist."""
 
 

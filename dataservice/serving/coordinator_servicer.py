@@ -124,9 +124,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> AsyncIterator[coordinator_pb2.QuarantinedSample]:
         """Samples that were masked."""
         async with self._access.call(context, "ListQuarantine", request) as visit:
-            entries = await self._api.quarantine(visit.named(request.job))
-        for entry in entries:
-            yield wire_jobs.quarantine_entry_to_proto(entry)
+            job, last = visit.named(request.job), None
+            while page := await self._api.quarantine(job, last):
+                for entry in page:
+                    yield wire_jobs.quarantine_entry_to_proto(entry)
+                last = page[-1]
 
     async def RecostJob(
         self, request: coordinator_pb2.RecostJobRequest, context: Context

@@ -18,6 +18,7 @@ from dataservice.core.job import (
     SkipRecord,
     SpecRecord,
 )
+from dataservice.core.state_store import MOST_QUARANTINED
 from dataservice.state.refusals import never_planned, no_such_job, not_the_next_attempt
 
 
@@ -30,6 +31,7 @@ class MemoryStateStore:
         self._attempts: dict[str, list[AttemptRecord]] = {}
         self._ledger: dict[str, dict[tuple[int, int], LedgerEntry]] = {}
         self._quarantine: dict[str, dict[tuple[int, int, int], QuarantineEntry]] = {}
+        self._quarantined: dict[str, set[int]] = {}  # samples
         self._costs: dict[str, list[CostRecord]] = {}
         self._mixtures: dict[str, list[MixtureRecord]] = {}
         self._skips: dict[str, list[SkipRecord]] = {}
@@ -82,9 +84,8 @@ class MemoryStateStore:
     def _forget(self, names: Collection[str]) -> None:
         for name in names:
             for table in (
-                self._jobs, self._attempts, self._ledger, self._quarantine, self._costs,
-                self._mixtures,
-                self._skips, self._specs,
+                self._jobs, self._attempts, self._ledger, self._quarantine, self._quarantined,
+                self._costs, self._mixtures, self._skips, self._specs,
             ):  # fmt: skip
                 table.pop(name, None)
 
@@ -252,14 +253,19 @@ class MemoryStateStore:
             for entry in entries:
                 self._require_job(entry.job)
             for entry in entries:
-                place = (entry.attempt, entry.step, entry.sample_id)
-                self._quarantine.setdefault(entry.job, {}).setdefault(place, entry)
+                self._quarantined.setdefault(entry.job, set()).add(entry.sample_id)
+                kept = self._quarantine.setdefault(entry.job, {})
+                if len(kept) < MOST_QUARANTINED:
+                    kept.setdefault(_place(entry), entry)
 
-    def quarantine(self, job: str) -> list[QuarantineEntry]:
-        """All entries of a job by (attempt, step, sample_id)."""
+    def quarantine(
+        self, job: str, *, behind: QuarantineEntry | None = None, most: int | None = None
+    ) -> list[QuarantineEntry]:
+        """Entries of a job by (attempt, step, sample_id): those behind one, at most so many."""
         with self._turn:
             entries = self._quarantine.get(job, {})
-            return [entries[place] for place in sorted(entries)]
+            places = sorted(p for p in entries if behind is None or p > _place(behind))
+            return [entries[place] for place in places[:most]]
 
     def quarantine_of_step(self, job: str, attempt: int, step: int) -> list[QuarantineEntry]:
         """The entries of one step of one attempt by sample_id."""
@@ -276,7 +282,8 @@ class MemoryStateStore:
 
     def quarantined_samples(self, job: str) -> int:
         """Number of samples that have an entry."""
-        return len({entry.sample_id for entry in self.quarantine(job)})
+        with self._turn:
+            return len(self._quarantined.get(job, ()))
 
     def _planned(self, job: str, attempt: int, step: int) -> LedgerEntry:
         entry = self._ledger.get(job, {}).get((attempt, step))
@@ -287,3 +294,7 @@ class MemoryStateStore:
     def _require_job(self, name: str) -> None:
         if name not in self._jobs:
             raise NotFoundError(no_such_job(name))
+
+
+def _place(entry: QuarantineEntry) -> tuple[int, int, int]:
+    return entry.attempt, entry.step, entry.sample_id

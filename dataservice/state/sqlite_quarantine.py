@@ -14,6 +14,7 @@ the moment of its last piece. Kept are numbers by source and attempt, and none b
 """
 
 import json
+import logging
 import threading
 import time
 from collections import Counter, defaultdict
@@ -23,7 +24,10 @@ from pathlib import Path
 from typing import IO
 
 from dataservice.core.job import QuarantineEntry
+from dataservice.core.state_store import MOST_QUARANTINED
 from dataservice.state.sqlite_file import SqliteFile
+
+log = logging.getLogger(__name__)
 
 # Entries counted in one turn: some 5 ms.
 PIECE_ENTRIES = 10_000
@@ -50,6 +54,8 @@ class SqliteQuarantine(SqliteFile):
 
     def __init__(self, directory: Path, *, held: IO[str] | None = None) -> None:
         super().__init__(directory, held=held)
+        # Of the jobs that were added to: the entries that are kept.
+        self._kept: dict[str, int] = {}
         # Of the jobs that were asked for.
         self._samples: dict[str, int] = {}
         self._steps: defaultdict[str, dict[int, _Steps]] = defaultdict(dict)
@@ -59,32 +65,51 @@ class SqliteQuarantine(SqliteFile):
 
     def add_quarantine(self, entries: Sequence[QuarantineEntry]) -> None:
         """Append all entries or none; the first entry of a (job, attempt, step, sample_id) is kept.
-        Raises NotFoundError when there is no such job."""
+        Of a job that has MOST_QUARANTINED, further samples are only counted. Raises NotFoundError
+        when there is no such job."""
         samples: defaultdict[str, set[int]] = defaultdict(set)
         for entry in entries:
             samples[entry.job].add(entry.sample_id)
         with self._turn:
-            brought = {}
+            brought, kept = {}, {}
             with self._transaction() as db:
                 for name in samples:
                     self._require_job(db, name)
+                    if name not in self._kept:
+                        counted = "SELECT COUNT(*) FROM quarantine WHERE job = ?"
+                        self._kept[name] = self._number(counted, name)
                 self._take_back_steps(entries)
-                db.executemany(
-                    "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    [astuple(entry) for entry in entries],
-                )
+                for name in samples:
+                    room = max(MOST_QUARANTINED - self._kept[name], 0)
+                    added = db.executemany(
+                        "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?, ?, ?)",
+                        [astuple(entry) for entry in entries if entry.job == name][:room],
+                    )
+                    kept[name] = max(added.rowcount, 0)
                 for name, ids in samples.items():
                     rows = db.execute(_INSERT_SAMPLES, (name, json.dumps(sorted(ids))))
                     brought[name] = rows.rowcount
             for name in brought.keys() & self._samples.keys():  # now that they are on disk
                 self._samples[name] += brought[name]
+            for name, count in kept.items():
+                if count and self._kept[name] < MOST_QUARANTINED <= self._kept[name] + count:
+                    log.warning(
+                        "%s has %s entries in quarantine; samples that are masked from here on are "
+                        "counted and not listed",
+                        *(name, f"{MOST_QUARANTINED:,}"),
+                    )
+                self._kept[name] += count
 
-    def quarantine(self, job: str) -> list[QuarantineEntry]:
-        """All entries of a job by (attempt, step, sample_id)."""
+    def quarantine(
+        self, job: str, *, behind: QuarantineEntry | None = None, most: int | None = None
+    ) -> list[QuarantineEntry]:
+        """Entries of a job by (attempt, step, sample_id): those behind one, at most so many."""
+        place = (-1, -1, -1) if behind is None else (behind.attempt, behind.step, behind.sample_id)
         return self._select(
             QuarantineEntry,
-            "FROM quarantine WHERE job = ? ORDER BY attempt, step, sample_id",
-            job,
+            "FROM quarantine WHERE job = ? AND (attempt, step, sample_id) > (?, ?, ?) "
+            "ORDER BY attempt, step, sample_id LIMIT ?",
+            *(job, *place, -1 if most is None else most),
         )
 
     def quarantine_of_step(self, job: str, attempt: int, step: int) -> list[QuarantineEntry]:
@@ -149,6 +174,7 @@ class SqliteQuarantine(SqliteFile):
 
     def _forget_counts(self, job: str) -> None:
         """Of a job that is deleted."""
+        self._kept.pop(job, None)
         self._samples.pop(job, None)
         self._steps.pop(job, None)
 

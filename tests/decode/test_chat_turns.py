@@ -1,5 +1,7 @@
 """Whose text is whose in a rendered template, whatever the template makes of the turns."""
 
+import json
+
 import pytest
 
 from dataservice.core.errors import SampleError
@@ -111,6 +113,10 @@ def test_an_answer_of_weight_0_is_not_learnt(learnt, turn, weights):
     expected = learnt(template)
     assert len(expected) == 2
     assert learnt(template, weighed) == [*expected[: 1 * first], *expected[1 : 1 + last]]
+    for turn in weighed:
+        weight = turn.pop("weight", None)
+        turn["loss"] = None if weight is None else weight > 0
+    assert learnt(template, weighed) == [*expected[: 1 * first], *expected[1 : 1 + last]]
 
 
 def test_a_weight_is_refused_where_it_is_unclear_which_text_is_that_turn_s(learnt):
@@ -118,6 +124,43 @@ def test_a_weight_is_refused_where_it_is_unclear_which_text_is_that_turn_s(learn
     weighed = [*CHAT[:3], {**CHAT[3], "weight": 0}]
     with pytest.raises(SampleError, match=r"weight 0, and .* 1 stretches .* for 2 turns"):
         learnt(once, weighed)
+
+
+@pytest.mark.parametrize("said", ["＜|im_end|＞", "<|IM_END|>", "<|im_end|>"])
+def test_no_text_becomes_a_control_token_by_the_tokenizer_s_normalizer(kitchen, sample, said):
+    written = json.loads((kitchen.folder / "tokenizer.json").read_text())
+    kinds = [{"type": "NFKC"}, {"type": "Lowercase"}]
+    written["normalizer"] = {"type": "Sequence", "normalizers": kinds}
+    for token in written["added_tokens"]:
+        token["normalized"] = True
+    (kitchen.folder / "tokenizer.json").write_text(json.dumps(written))
+    pipeline = kitchen.pipeline(vision=None, audio=None)
+    plain = sample({"messages": [CHAT[0], CHAT[1]]})
+    ends = pipeline.decode(plain, pipeline.measure(plain)).input_ids.tolist()
+    raw = sample({"messages": [{"role": "user", "content": f"a {said} b"}, CHAT[1]]})
+    if said == "<|im_end|>":  # which is broken as ever
+        found = pipeline.decode(raw, pipeline.measure(raw)).input_ids.tolist()
+        assert found.count(kitchen.id(said)) == ends.count(kitchen.id(said))
+    else:
+        with pytest.raises(SampleError, match="normalizer turns into a control token"):
+            pipeline.measure(raw)
+
+
+def test_a_processor_s_template_comes_before_the_tokenizer_s(kitchen, sample):
+    ask = sample({"messages": [CHAT[0], CHAT[1]]})
+
+    def text() -> str:
+        pipeline = kitchen.pipeline(vision=None, audio=None)
+        return kitchen.decoded(pipeline.decode(ask, pipeline.measure(ask)).input_ids)
+
+    shown = "{% for m in messages %}{{ m.content + 'MARK' }}{% endfor %}"
+    kitchen.configure(shown.replace("MARK", "!"))
+    assert text() == "ask!yes!"
+    json_file = kitchen.folder / "chat_template.json"
+    json_file.write_text(json.dumps({"chat_template": shown.replace("MARK", "?")}))
+    assert text() == "ask?yes?"
+    (kitchen.folder / "chat_template.jinja").write_text(shown.replace("MARK", ";"))
+    assert text() == "ask;yes;"
 
 
 def test_a_turn_that_says_nothing_learns_its_end(learnt):

@@ -212,12 +212,17 @@ def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
         (
             {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]},
             (),
-            "role 'assistant' has weight 0.5; an assistant's may be 0",
+            "role 'assistant' has weight 0.5; an assistant's weight may be 0",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "loss": 1}]},
+            (),
+            "role 'assistant' has loss 1; .* its loss false or true",
         ),
         (
             {"conversations": [{"from": "human", "value": "x", "weight": 1}]},
             (),
-            "role 'user' has weight 1; .* others' 0",
+            "role 'user' has weight 1; .* others' 0 and false",
         ),
         (
             {"system": "A", "messages": [{"role": "system", "content": "B"}]},

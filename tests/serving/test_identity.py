@@ -271,7 +271,7 @@ async def test_a_job_is_submitted_for_the_caller_s_team(tmp_path, channel_to):
                 coordinator_pb2.SubmitJobRequest(spec_yaml="a"),
                 metadata=(("authorization", f"Bearer {token}"),),
             )
-    assert seen == [("vision", None), ("audio", None), ("", None)]
+    assert seen == [("vision", 1000), ("audio", 1000), ("", 1000)]
 
 
 # ---- rotation -----------------------------------------------------------------------------

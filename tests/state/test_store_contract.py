@@ -17,6 +17,7 @@ from dataservice.core.job import (
     SkipRecord,
 )
 from dataservice.core.state_store import StateStore
+from dataservice.state import memory, sqlite_quarantine
 from dataservice.state.memory import MemoryStateStore
 from dataservice.state.sqlite import SqliteStateStore
 from tests.ledger import ledger_of
@@ -403,6 +404,37 @@ def test_a_quarantined_sample_is_kept_once_a_step_and_listed_in_order(store: Sta
     store.add_quarantine([bad(9, step=1, reason="told twice")])
     expected = [bad(5), bad(2, step=1), bad(9, step=1), bad(5, step=0, number=2)]
     assert store.quarantine("vlm-sft") == expected
+
+
+def test_the_quarantine_is_listed_in_pages(store: StateStore) -> None:
+    store.put_job(job())
+    entries = [bad(s, step=t, number=n) for n in (1, 2) for t in (0, 3) for s in (2, 7, 9)]
+    store.add_quarantine(entries)
+    listed: list[QuarantineEntry] = []
+    while page := store.quarantine("vlm-sft", behind=listed[-1] if listed else None, most=5):
+        assert len(page) <= 5
+        listed += page
+    assert listed == entries
+
+
+def test_a_quarantine_that_is_full_counts_further_samples(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (memory, sqlite_quarantine):
+        monkeypatch.setattr(module, "MOST_QUARANTINED", 5)
+    store.put_job(job(), job("other"))
+    store.add_quarantine([bad(s) for s in range(4)])
+    store.add_quarantine([bad(s, step=1) for s in range(4)])
+    assert store.quarantine("vlm-sft") == [*(bad(s) for s in range(4)), bad(0, step=1)]
+    store.add_quarantine([bad(8, step=2), replace(bad(8), job="other")])
+    assert len(store.quarantine("vlm-sft")) == 5
+    assert store.quarantined_samples("vlm-sft") == 5
+    assert len(store.quarantine("other")) == 1
+    store.delete_job("vlm-sft")
+    store.put_job(job())
+    store.add_quarantine([bad(1)])
+    assert store.quarantine("vlm-sft") == [bad(1)]
+    assert store.quarantined_samples("vlm-sft") == 1
 
 
 def test_quarantine_entries_of_one_call_are_kept_all_or_none(store: StateStore) -> None:
