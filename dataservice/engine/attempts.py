@@ -34,6 +34,7 @@ from dataservice.engine.threads import in_store
 
 log = logging.getLogger(__name__)
 
+MOST_ATTEMPTS = 20_000  # of a job: each is recorded for as long as the job is there
 MOST_FORMING = 64
 """Launches of one job that may wait for their ranks at once: a restart that overtakes another has
 two."""
@@ -140,6 +141,11 @@ class Attempts:
         which are settled for this number once it is taken."""
         last = self._store.last_attempt(attempt.job)
         attempt.number = 1 if last is None else last.attempt + 1
+        if attempt.number > MOST_ATTEMPTS:
+            raise QuotaError(
+                f"job {attempt.job!r} has begun {MOST_ATTEMPTS:,} times, and no more is recorded. "
+                "Delete it and submit it again; it goes on from its trainer's checkpoint."
+            )
         self._store.put_attempt(
             AttemptRecord(
                 job=attempt.job,

@@ -107,6 +107,18 @@ async def test_so_many_launches_of_a_job_wait_for_their_ranks_and_no_more(store,
     await coordinator.stop()
 
 
+async def test_a_job_begins_so_often_and_no_more(store, monkeypatch):
+    monkeypatch.setattr(attempts, "MOST_ATTEMPTS", 2)
+    coordinator = await submitted(store)
+    for launch in ("X", "Y"):
+        sessions = await open_all(coordinator, launch=launch)
+    with pytest.raises(QuotaError, match="has begun 2 times, and no more"):
+        await open_all(coordinator, launch="Z")
+    assert len(store.attempts("job")) == 2
+    assert len(await train(coordinator, sessions, 0, 100)) == 13  # the last one goes on
+    await coordinator.stop()
+
+
 def test_of_many_launches_the_last_thousand_keep_their_order():
     launches = Launches()
     for number in range(1500):
