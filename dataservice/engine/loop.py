@@ -518,5 +518,6 @@ class AttemptLoop:
         return (
             f"step {step} of job {attempt.job!r} was never planned in attempt {attempt.number}, "
             f"which has steps {attempt.start.step} to {self._recorded}. Ask for steps in order, "
-            "and commit only those that came."
+            "and commit only those that came. Where the service's state was put back from a copy, "
+            "start the trainers again from their checkpoint."
         )

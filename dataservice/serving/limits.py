@@ -35,9 +35,9 @@ class Limits:
     """Longest list in any field."""
     ranks: int = 65_536
     """Largest world size."""
-    calls_per_team: int = 200_000
+    calls_per_team: int = 60_000
     """Calls of one team that may be open at once; a rank has one for its session and waits in one
-    or two more."""
+    or two more. Each takes some 30 kB."""
 
     least: int = field(init=False)
     """The smallest bound of a text or list."""

@@ -59,8 +59,10 @@ class SqliteStateStore(SqliteLedger, SqliteQuarantine):
         return self._select(JobRecord, "FROM jobs ORDER BY name")
 
     def delete_job(self, *names: str) -> None:
-        """Remove jobs with all their records, all of them or none; it is no error if there is no
-        such job."""
+        """Remove jobs with all their records: what their quarantines list at first, in pieces, then
+        all else or none; it is no error if there is no such job."""
+        for name in names:
+            self.empty_quarantine(name)
         with self._forgetting(names):
             pass
 

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 # Entries counted in one turn: some 5 ms.
 PIECE_ENTRIES = 10_000
+REMOVED_AT_ONCE = 2000  # which takes longer
 # Seconds between two pieces: without any, the thread that counts takes the next turn, too.
 REST_S = 0.001
 # Steps from one to another of an attempt, in the order of the table.
@@ -38,6 +39,15 @@ _STEPS = "FROM quarantine WHERE job = ? AND attempt = ? AND step BETWEEN ? AND ?
 # In one statement: around each, other threads take the interpreter from whoever waits for it.
 _INSERT_SAMPLES = (
     "INSERT OR IGNORE INTO quarantined_samples SELECT ?, sample.value FROM json_each(?) AS sample"
+)
+# The first entries, and then the first samples, that a job has.
+_REMOVED = tuple(
+    f"DELETE FROM {table} WHERE job = :job AND {key} IN "
+    f"(SELECT {columns} FROM {table} WHERE job = :job ORDER BY {columns} LIMIT :most)"
+    for table, key, columns in (
+        ("quarantine", "(attempt, step, sample_id)", "attempt, step, sample_id"),
+        ("quarantined_samples", "sample_id", "sample_id"),
+    )
 )
 
 
@@ -171,6 +181,20 @@ class SqliteQuarantine(SqliteFile):
     def _entries(self, job: str, attempt: int, first: int, last: int) -> Counter[str]:
         query = f"SELECT source, COUNT(*) {_STEPS} GROUP BY source"
         return Counter(dict(self._rows(query, job, attempt, first, last)))
+
+    def empty_quarantine(self, job: str) -> None:
+        """Remove a job's entries in pieces, between which others have their turn: at once, they
+        would take as much room again in the write-ahead log, which a full disk does not have."""
+        for rows in _REMOVED:
+            while self._remove_piece(rows, job):
+                rest()
+
+    def _remove_piece(self, rows: str, job: str) -> bool:
+        with self._turn:
+            with self._transaction() as db:
+                removed = db.execute(rows, {"job": job, "most": REMOVED_AT_ONCE}).rowcount
+            self._forget_counts(job)
+            return bool(removed == REMOVED_AT_ONCE)
 
     def _forget_counts(self, job: str) -> None:
         """Of a job that is deleted."""

@@ -1,5 +1,6 @@
 """One suite for every StateStore."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -435,6 +436,21 @@ def test_a_quarantine_that_is_full_counts_further_samples(
     store.add_quarantine([bad(1)])
     assert store.quarantine("vlm-sft") == [bad(1)]
     assert store.quarantined_samples("vlm-sft") == 1
+
+
+def test_a_job_of_many_entries_is_deleted_in_pieces(tmp_path: Path) -> None:
+    with contextlib.closing(SqliteStateStore(tmp_path)) as store:
+        store.put_job(job(), job("other"))
+        for step in range(5):
+            store.add_quarantine([bad(s, step=step, reason="r" * 1500) for s in range(3000)])
+        store.add_quarantine([replace(bad(3), job="other")])
+        held_bytes = (tmp_path / "state.db").stat().st_size
+        store.delete_job("vlm-sft")
+        assert held_bytes > 50 * 2**20
+        assert (tmp_path / "state.db-wal").stat().st_size < held_bytes / 3, "room that it needs"
+        assert [record.name for record in store.jobs()] == ["other"]
+        assert (store.quarantine("vlm-sft"), store.quarantined_samples("vlm-sft")) == ([], 0)
+        assert len(store.quarantine("other")) == store.quarantined_samples("other") == 1
 
 
 def test_quarantine_entries_of_one_call_are_kept_all_or_none(store: StateStore) -> None:
