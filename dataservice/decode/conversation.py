@@ -267,6 +267,12 @@ def _openai(record: Mapping[str, object], key: str, split: "_Splitter") -> Conve
                 f"a turn of {key} has the keys {quoted(sorted(turn))} and role {quoted(role)}; "
                 "each needs role and content, or from and value."
             )
+        if turn.get("refusal") and not content:
+            raise SampleError(
+                f"a turn of {key} has a refusal, {quoted(turn['refusal'], 40)}, and no content: "
+                "templates do not show it, and the model would learn to say nothing. Write it as "
+                "content, or leave the sample out."
+            )
         messages.append(
             Message(
                 role=role,

@@ -225,6 +225,11 @@ def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
             "role 'user' has weight 1; .* others' 0 and false",
         ),
         (
+            {"messages": [{"role": "assistant", "content": None, "refusal": "I can't."}]},
+            (),
+            'a turn of messages has a refusal, "I can\'t.", and no content',
+        ),
+        (
             {"system": "A", "messages": [{"role": "system", "content": "B"}]},
             (),
             r"system 'A', and other system turns too.*ignore: \[system\]",
