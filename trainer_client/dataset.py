@@ -6,6 +6,7 @@ position and `load_state_dict` restores it, on any number of ranks.
 """
 
 import copy
+import operator
 import os
 import time
 import weakref
@@ -204,7 +205,13 @@ class ShardDataset(IterableDataset[Shard]):
         """
         if isinstance(step, Shard):
             raise MisuseError("a shard was given to commit; give it the number, shard.step.")
-        if step > self._progress.last_handed:
+        try:
+            step = operator.index(step)  # numpy's integers too
+        except TypeError as error:
+            raise MisuseError(
+                f"{step!r} was given to commit; give it the number of a step, shard.step."
+            ) from error
+        if not 0 <= step <= self._progress.last_handed:
             raise MisuseError(
                 f"step {step} cannot be committed: the last step yielded is "
                 f"{self._progress.last_handed}. Commit shard.step after training on it."

@@ -240,6 +240,18 @@ def test_a_shard_in_the_place_of_its_number_cannot_be_committed(service):
     shards.close()
 
 
+@pytest.mark.parametrize("step", [0.0, None, "0", -1, 1.5])
+def test_what_is_no_step_cannot_be_committed(service, step):
+    dataset = service.dataset()
+    shards = iter(dataset)
+    next(shards)
+    with pytest.raises(MisuseError, match=r"shard\.step"):
+        dataset.commit(step)
+    dataset.commit(np.int64(0))
+    assert dataset.state_dict()["step"] == 1
+    shards.close()
+
+
 def test_measured_seconds_go_with_the_commit_of_their_own_step(service):
     dataset = service.dataset()
     for shard in dataset:

@@ -55,7 +55,7 @@ from trainer_client.runtime.pipeline_schedule import (
 )
 from trainer_client.runtime.pipeline_stage import HiddenStates, PipelineStage
 from trainer_client.runtime.pipeline_timeline import ActionTimes, Timeline
-from trainer_client.runtime.step import require_own_tokens
+from trainer_client.runtime.step import require_gradients, require_own_tokens
 from trainer_client.runtime.step_result import StepResult
 from trainer_client.shard import Microbatch, ModalityBatch, PlanSummary, Shard
 
@@ -160,8 +160,10 @@ def run_pipeline_step(
     Weights that several stages share are the caller's to add up: a tied embedding by
     ``sum_of_stages``.
 
-    Raises PlanMismatchError, PeerError, LayoutError, NotFetched. Collective over all ranks.
+    Raises PlanMismatchError, PeerError, LayoutError, NotFetched, RuntimeFault where gradients are
+    off. Collective over all ranks.
     """
+    require_gradients()
     mesh.catch_up()
     started = time.perf_counter()
     schedule = schedule or _plain_schedule(shard, mesh, encoders)

@@ -28,6 +28,7 @@ from trainer_client.runtime.clock import (
     switch_phase,
 )
 from trainer_client.runtime.encoder_stream import EncoderStream, encoder_stream_of
+from trainer_client.runtime.faults import RuntimeFault
 from trainer_client.runtime.gradients import GradientReduction, reduction_of
 from trainer_client.runtime.group_pool import GroupPool
 from trainer_client.runtime.host_numbers import HostCopy
@@ -119,10 +120,21 @@ def run_step(
     encoder_stream: whether encoders that go ahead may run on a stream of their own, where the
         device has streams and the model is not sharded by FSDP2; see ``_stream_of``.
 
-    Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
+    Raises PlanMismatchError, PeerError, LayoutError, RuntimeFault where gradients are off.
+    Collective over all replicas.
     """
+    require_gradients()
     reduction = gradients or reduction_of(model, groups)
     return _whole_step(model, shard, groups, reduction, features_ahead, encoder_stream)
+
+
+def require_gradients() -> None:
+    """Raises RuntimeFault where gradients are off."""
+    if not torch.is_grad_enabled():
+        raise RuntimeFault(
+            "a step goes backward, and gradients are off here: it is called within torch.no_grad "
+            "or inference_mode. Call it outside of them, or evaluate_step for the loss alone."
+        )
 
 
 def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:

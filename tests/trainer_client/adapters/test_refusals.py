@@ -38,6 +38,8 @@ def one_step(model, name="llama", seed=1):
         ("MambaConfig", {}, "attention interface.* mixes neighbouring tokens"),
         ("Qwen3NextConfig", {}, "layers of .'linear_attention'.; exact are"),
         ("FalconH1Config", {}, "mixes neighbouring tokens outside of attention"),
+        ("RobertaConfig", {"is_decoder": True}, "counts positions from the id of its padding"),
+        ("CamembertConfig", {"is_decoder": True}, "counts positions from the id of its padding"),
     ],
 )
 def test_a_decoder_that_packs_would_change_is_refused(config, settings, said):

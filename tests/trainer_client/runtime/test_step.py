@@ -1,6 +1,7 @@
 """Whole steps under random plans against a single process that knows no plan at all."""
 
 import pytest
+import torch
 
 from tests.trainer_client.runtime.random_steps import (
     Model,
@@ -17,12 +18,21 @@ from trainer_client.runtime import (
     GroupPool,
     LayoutError,
     PlanMismatchError,
+    RuntimeFault,
     check_same_plan,
     evaluate_step,
     run_step,
 )
 
 LARGEST_WORLD = 6
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_where_gradients_are_off_is_refused_by_its_cause(off):
+    samples = random_samples(1)
+    shard = make_shard(samples, random_plan(samples, 1, (1,), 1), 1, 0, 1)
+    with GroupPool() as pool, off(), pytest.raises(RuntimeFault, match="gradients are off here"):
+        run_step(make_model(()), shard, pool)
 
 
 def parity_cases(rank, size, cases):

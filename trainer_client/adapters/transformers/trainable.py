@@ -163,6 +163,8 @@ def obstacles_of(plain: Any) -> Iterator[str]:
             "adds a loss of its routers, a mean over a whole batch; set output_router_logits=False "
             "in its text config"
         )
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in decoder.modules()):
+        yield "counts positions from the id of its padding token on, as RoBERTa does; packs from 0"
     layerdrop = [
         part.layerdrop
         for part in plain.modules()
