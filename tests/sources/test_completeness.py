@@ -62,6 +62,19 @@ def test_metadata_of_ordinary_sets_are_let_alone(record):
     check(record)
 
 
+@pytest.mark.parametrize("kind", ["audio", "video"])
+@pytest.mark.parametrize(
+    "record", [{"start": 0.5, "end": 1.0}, {"begin": 0, "end": 3}, {"offset": 2.5, "duration": 1}]
+)
+def test_a_part_of_a_recording_is_not_trained_as_the_whole(record, kind):
+    with pytest.raises(SampleError, match=r"part of a longer recording .*write ignore: \["):
+        check({"text": "t", **record}, kind)
+    check({"text": "t", **record}, kind, ignore=tuple(record))
+    check({"text": "t", **record}, "image")
+    whole = {"offset": 0, "duration": 2.0, "start": "once", "end": [1.0], "start_time": None}
+    check({"text": "t", **whole}, kind)
+
+
 def test_what_describes_a_medium_that_the_sample_has_is_metadata():
     check({"image_path": "/orig/a.jpg", "image_url": "https://e.org/a.jpg"}, "image")
     with pytest.raises(SampleError, match="audio_path"):

@@ -150,6 +150,11 @@ class DdpReduction:
     def __init__(self, model: DistributedDataParallel, everyone: PeerGroup) -> None:
         _check_forward(model.module)
         _check_ranks(model.process_group.size(), everyone)
+        if model.static_graph:
+            raise LayoutError(
+                "DistributedDataParallel has static_graph=True, and microbatches of a step differ "
+                "in what they run. Wrap with find_unused_parameters=True instead."
+            )
         self.averaged_over = everyone.size
         self._model = model
 

@@ -246,9 +246,12 @@ def _device_of(model: Module) -> torch.device:
 
 
 def _forward_of(model: Module) -> Callable[[Microbatch, GroupPool], Tensor]:
-    """A wrapped model is called, so that its wrapper's hooks run."""
+    """A wrapped model is called, so that its wrapper's hooks run; so is one whose ``forward`` was
+    replaced, as accelerate does for autocast."""
     if isinstance(model, DistributedDataParallel | FSDPModule):
         return partial(sealed_call, model)
+    if "forward" in vars(model):
+        return model
     return partial(forward_microbatch, cast(MultimodalModel, model))
 
 

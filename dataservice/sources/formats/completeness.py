@@ -2,7 +2,8 @@
 
 A record may name media under keys that no format reads (`img`, `audio_filepath`), or name files
 that the sample does not have. Its text would then be trained without them, so the sample is
-refused, with the key in the message. A key that describes a medium of the sample (its `url`,
+refused, with the key in the message. So is one that says where in a recording or clip it begins and
+ends, which would be trained whole. A key that describes a medium of the sample (its `url`,
 `image_path`, `image_width`) is metadata.
 """
 
@@ -26,6 +27,8 @@ from dataservice.sources.formats.media_names import (
 
 # In Hugging Face's folders of images and sounds, `metadata.jsonl` names a file for each record.
 _FOLDER_KEY = "file_name"
+# Keys that say together where in a file a sample lies.
+_SEGMENTS = (("start", "end"), ("start_time", "end_time"), ("begin", "end"), ("offset", "duration"))
 
 
 def require_all_media(
@@ -40,8 +43,10 @@ def require_all_media(
     read from the record, so the record may also name each of them.
 
     Raises:
-        SampleError: media are missing; the message names the key and the remedy.
+        SampleError: media are missing, or a part of one is meant; the message names the key and the
+            remedy.
     """
+    _refuse_segment(spec, record, media)
     files = Counter(blob.kind for blob in media)
     spare = Counter(files) if unnamed else Counter[MediaKind]()
     for key, value in _entries(record):
@@ -54,6 +59,22 @@ def require_all_media(
             lost |= spare[kind] < 0
         if lost:
             raise _lost(key, value, kind, files[kind])
+
+
+def _refuse_segment(
+    spec: SourceSpec, record: Mapping[str, object], media: Sequence[MediaBlob]
+) -> None:
+    if not any(blob.kind in ("audio", "video") for blob in media):
+        return
+    for keys in _SEGMENTS:
+        values = [record.get(key) for key in keys]
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        if numbers and not set(keys) & set(spec.ignore) and (keys[0] != "offset" or values[0]):
+            raise SampleError(
+                f"the record has {keys[0]} {values[0]} and {keys[1]} {values[1]}, as of a part of "
+                "a longer recording or clip, and its file would be trained whole. Cut the file, "
+                f"or write ignore: [{', '.join(keys)}] in the source if all of it is meant."
+            )
 
 
 def _entries(record: Mapping[str, object]) -> Iterator[tuple[str, object]]:

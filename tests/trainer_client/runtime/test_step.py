@@ -35,6 +35,18 @@ def test_a_step_where_gradients_are_off_is_refused_by_its_cause(off):
         run_step(make_model(()), shard, pool)
 
 
+def test_a_forward_that_was_replaced_on_the_model_is_called(monkeypatch):
+    samples = random_samples(1)
+    shard = make_shard(samples, random_plan(samples, 1, (1,), 1), 1, 0, 1)
+    model, called = make_model(()), []
+    with GroupPool() as pool:
+        expected = run_step(model, shard, pool).loss
+        forward = model.forward
+        model.forward = lambda *given: called.append(torch.is_grad_enabled()) or forward(*given)
+        assert run_step(model, shard, pool).loss == expected
+    assert called == [True] * len(shard.microbatches)
+
+
 def parity_cases(rank, size, cases):
     answer = {}
     for case in cases:

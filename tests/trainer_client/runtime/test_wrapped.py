@@ -204,6 +204,7 @@ def refusals(rank, size):
             half,
             fully_shard(Headless()),
             nn.parallel.DistributedDataParallel(make_model(()), process_group=alone),
+            nn.parallel.DistributedDataParallel(make_model(()), static_graph=True),
         ):
             try:
                 run_step(model, shard, pool)
@@ -213,11 +214,12 @@ def refusals(rank, size):
 
 
 def test_a_model_that_is_wrapped_wrongly_is_refused_with_the_remedy(world):
-    for half, headless, alone in world(refusals, 2).values():
+    for half, headless, alone, static in world(refusals, 2).values():
         assert "sharded parts (layers.0)" in half
         assert "define forward(self, microbatch, groups)" in headless
         assert "reduced over 1 ranks" in alone
         assert "2 replicas" in alone
+        assert "static_graph=True" in static
 
 
 def half_precision(rank, size):
