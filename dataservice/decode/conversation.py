@@ -50,7 +50,9 @@ _QUESTIONS = ("question", "problem")
 # What a question may refer to, and the reader would not show.
 _BESIDE_QUESTIONS = ("choices", "options")
 _TRANSCRIPTS = ("sentence", "transcription", "transcript")
-_WEIGHTS = ("weight", "loss")
+# Of a turn: whether it is learnt, by 0 and 1 in OpenAI's sets, by false and true in those of
+# ms-swift and axolotl.
+_WEIGHTS = ("weight", "loss", "train", "training")
 _LISTS = (list, tuple)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -293,20 +295,19 @@ def _extras(turn: Mapping[str, object], *read: str) -> dict[str, object]:
 
 
 def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
-    """What `weight` of a turn says, 0 or 1, as OpenAI has it, or `loss`, true or false, as ms-swift
-    has it."""
+    """What the first of `_WEIGHTS` that a turn has says of it."""
     for key in _WEIGHTS:
         weight = turn.get(key)
         if weight is None:
             continue
-        if not isinstance(weight, bool if key == "loss" else int | float) or weight not in (
+        if not isinstance(weight, int | float if key == "weight" else bool) or weight not in (
             (0, 1) if role == "assistant" else (0,)
         ):
             raise SampleError(
                 f"a turn of role {quoted(role, 40)} has {key} {quoted(weight, 40)}; an assistant's "
-                "weight may be 0, which is not learnt, or 1, its loss false or true, and others' 0 "
-                "and false. Correct or remove it; a weight of the whole sample is named by "
-                "columns: {loss_weight: …} in the source."
+                "weight may be 0, which is not learnt, or 1, its loss and train false or true, "
+                "and others' 0 and false. Correct or remove it; a weight of the whole sample is "
+                "named by columns: {loss_weight: …} in the source."
             )
         return bool(weight)
     return True

@@ -113,10 +113,16 @@ def test_an_answer_of_weight_0_is_not_learnt(learnt, turn, weights):
     expected = learnt(template)
     assert len(expected) == 2
     assert learnt(template, weighed) == [*expected[: 1 * first], *expected[1 : 1 + last]]
-    for turn in weighed:
-        weight = turn.pop("weight", None)
-        turn["loss"] = None if weight is None else weight > 0
-    assert learnt(template, weighed) == [*expected[: 1 * first], *expected[1 : 1 + last]]
+    for key in ("loss", "train", "training"):
+        told = [
+            {
+                **{k: v for k, v in turn.items() if k != "weight"},
+                key: None if weight is None else weight > 0,
+            }
+            for turn in weighed
+            for weight in [turn.get("weight")]
+        ]
+        assert learnt(template, told) == [*expected[: 1 * first], *expected[1 : 1 + last]]
 
 
 def test_a_weight_is_refused_where_it_is_unclear_which_text_is_that_turn_s(learnt):

@@ -217,7 +217,7 @@ def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
         (
             {"messages": [{"role": "assistant", "content": "x", "loss": 1}]},
             (),
-            "role 'assistant' has loss 1; .* its loss false or true",
+            "role 'assistant' has loss 1; .* its loss and train false or true",
         ),
         (
             {"conversations": [{"from": "human", "value": "x", "weight": 1}]},

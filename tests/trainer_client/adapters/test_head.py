@@ -119,18 +119,39 @@ def test_a_head_that_is_no_plain_linear_layer_is_trained_with_its_logits():
     assert rows > 3
 
 
-@pytest.mark.long
-def test_logits_that_a_model_shapes_in_a_way_of_its_own_are_held(caplog):
+def by_a_weight(model, logits):
+    """A learned temperature, which is 1 at first."""
+    if not hasattr(model, "temperature"):
+        model.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    return logits * model.temperature
+
+
+def without_the_last(model, logits):
+    """Tokens that are never generated."""
+    return logits.index_fill(-1, torch.arange(VOCABULARY - 5, VOCABULARY), -1e4)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda model, logits: logits.square(),
+        lambda model, logits: logits * (1 + 1e-6),
+        by_a_weight,
+        without_the_last,
+    ],
+)
+def test_logits_that_a_model_shapes_in_a_way_of_its_own_are_held(caplog, shape):
     family = FAMILIES["llama"]
     samples = samples_of("llama", family.build(), 1)
 
     def squared():
         model = family.build()
+        shape(model, torch.zeros(1, VOCABULARY, dtype=torch.float64))
         forward = model.forward
 
         def shaped(*arguments, labels=None, **named):
             out = forward(*arguments, **named)
-            out.logits = out.logits.square()
+            out.logits = shape(model, out.logits)
             if labels is not None:
                 out.loss = model.loss_function(out.logits, labels, VOCABULARY)
             return out
@@ -146,6 +167,21 @@ def test_logits_that_a_model_shapes_in_a_way_of_its_own_are_held(caplog):
     said = [r.getMessage() for r in caplog.records if "held in memory" in r.getMessage()]
     assert len(said) == 1
     assert "LlamaForCausalLM" in said[0]
+
+
+def test_what_is_hooked_before_a_head_is_done_once_a_microbatch():
+    family = FAMILIES["llama"]
+    samples = samples_of("llama", family.build(), 1)
+
+    def halved():
+        model = family.build()
+        model.lm_head.register_forward_pre_hook(lambda head, given: (given[0] * 0.5,))
+        return model
+
+    model = trainable(halved())
+    result, _ = step(family, model, samples, 1)
+    loss, grads = one_at_a_time(family, halved(), samples)
+    assert worst_difference(result, model.model, loss, grads)[1] <= 1e-10
 
 
 def test_the_first_microbatch_holds_no_logits_either(monkeypatch):

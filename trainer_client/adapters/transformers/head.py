@@ -5,8 +5,9 @@
 
 The model runs its own forward, in which its head takes the loss instead of giving logits. What a
 model makes of the head's output (Cohere scales it, Gemma 2 caps it) must be known to the loss. So
-in the first microbatch the head gives three numbers, and what comes out of the model says what
-it does with them. A model that does something else is trained with its logits.
+in the first microbatch the model runs once more, and its head gives known numbers: what comes out
+says what the model does with them. One that does something else, or does it by weights of its own,
+is trained with its logits.
 """
 
 import logging
@@ -22,7 +23,7 @@ from trainer_client.runtime.linear_loss import instead_of_forward, is_plain_line
 from trainer_client.shard import Microbatch
 
 NUMBERS = (0.25, -1.5, 40.0)  # a softcap bends the last
-CLOSE = 1e-2  # within the rounding of half types
+ROUNDINGS = 4  # of the type that the logits are computed in
 
 log = logging.getLogger("trainer_client")
 
@@ -38,6 +39,12 @@ class Shaping:
         """The logits of some outputs, in fp64."""
         logits = output.double() * self.scale
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+
+
+def _numbers(width: int, like: Tensor) -> Tensor:
+    """A row of known outputs of a head, [1, 1, width]."""
+    times = -(-width // len(NUMBERS))
+    return like.new_tensor(NUMBERS).repeat(times)[:width].reshape(1, 1, width)
 
 
 class HeadLoss:
@@ -67,14 +74,15 @@ class HeadLoss:
         return taken[0]
 
     def _first(self, run: Callable[[], Tensor], head: Any, microbatch: Microbatch) -> Tensor:
-        taken: list[Tensor] = []
+        types: list[torch.dtype] = []
 
         def show(hidden: Tensor) -> Tensor:
-            taken.append(hidden)
-            return hidden.new_tensor([[NUMBERS]])
+            types.append(hidden.dtype)
+            return _numbers(head.out_features, hidden)
 
-        with instead_of_forward(head, show):
-            self._shaping = self._found(run().detach())
+        with torch.enable_grad(), instead_of_forward(head, show):
+            shown = run()
+        self._shaping = self._found(shown, types[0], head.out_features)
         if self._shaping is None:
             log.info(
                 "the logits of %s are more than a scaled or capped output of its head, so they are "
@@ -82,10 +90,8 @@ class HeadLoss:
                 type(self._model).__name__,
             )
             self._needs_logits = True
-            return run()
-        with instead_of_forward(head, lambda hidden: self._loss(hidden, head, microbatch)):
-            total: Tensor = head(taken[0])
-        return total
+        del shown
+        return self.of(run, microbatch)
 
     def _loss(self, hidden: Tensor, head: Any, microbatch: Microbatch) -> Tensor:
         assert self._shaping is not None
@@ -99,12 +105,15 @@ class HeadLoss:
             softcap=self._shaping.softcap,
         )
 
-    def _found(self, shown: Tensor) -> Shaping | None:
-        """What makes of the head's numbers what came out of the model."""
-        given = torch.tensor([[NUMBERS]], dtype=torch.float64, device=shown.device)
+    def _found(self, shown: Tensor, computed_in: torch.dtype, width: int) -> Shaping | None:
+        """What makes of the head's numbers what came out of the model, without weights."""
+        given = _numbers(width, shown.double())
+        if shown.requires_grad or shown.shape != given.shape:
+            return None
+        rounding = max(torch.finfo(kind).eps for kind in (computed_in, shown.dtype))
         for shaping in self._known():
             expected = shaping.of(given)
-            if shown.shape == expected.shape and shown.double().allclose(expected, rtol=CLOSE):
+            if shown.double().allclose(expected, rtol=ROUNDINGS * rounding, atol=0.0):
                 return shaping
         return None
 
