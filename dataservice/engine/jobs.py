@@ -446,9 +446,7 @@ class JobTable:
         """The next of the job's samples that were masked, and why: few enough that other jobs'
         steps hardly wait for the store."""
         job = self.get(name).record.name
-        return await in_store(
-            partial(self._store.quarantine, job, behind=behind, most=QUARANTINE_PAGE)
-        )
+        return await in_store(self._store.quarantine, job, behind=behind, most=QUARANTINE_PAGE)
 
     async def explain(self, job: str, step: int, attempt: int | None) -> StepExplanation:
         """Plan a step of the ledger again, or one that was skipped."""

@@ -31,10 +31,10 @@ def install() -> None:
         hang(PLANNING)
         return plan_step(*args)
 
-    def read_late(self: Any, job: str) -> Any:
+    def read_late(self: Any, *asked: Any, **page: Any) -> Any:
         with self._turn:  # as where the disk does not answer
             hang(STORE)
-        return quarantine(self, job)
+        return quarantine(self, *asked, **page)
 
     async def hang_again_and_again() -> None:
         while True:
