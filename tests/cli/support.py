@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SERVER = """
-import gc, json, os, sys
+import atexit, gc, json, os, sys, threading
 import dataservice.app, dataservice.engine.coordinator, dataservice.jobs.calibrate
 import dataservice.jobs.opener  # what commands load when they need it
 import dataservice.cli.main as command
@@ -28,14 +28,29 @@ def become(order):
     for number, name in ((0, os.devnull), (1, order["out"]), (2, order["err"])):
         os.dup2(os.open(name, os.O_RDWR), number)
     sys.argv = ["dataservice", *order["arguments"]]
-    command.main()
+    try:
+        command.main()
+    except SystemExit as done:
+        if done.code is not None and not isinstance(done.code, int):
+            print(done.code, file=sys.stderr)
+            return 1
+        return done.code or 0
+    return 0
+
+def end(status):
+    # As the interpreter does, but for what C++ has: a fork has objects of threads that only its
+    # parent has, and ends by SIGABRT where one is destroyed.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 gc.freeze()
 for line in sys.stdin:
     child = os.fork()
     if not child:
-        become(json.loads(line))
-        sys.exit(0)
+        end(become(json.loads(line)))
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print(status, flush=True)
 """
