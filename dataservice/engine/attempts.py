@@ -34,7 +34,8 @@ from dataservice.engine.threads import in_store
 
 log = logging.getLogger(__name__)
 
-MOST_ATTEMPTS = 20_000  # of a job: each is recorded for as long as the job is there
+MOST_ATTEMPTS = 20_000
+"""Attempts of one job: each is recorded for as long as the job is there."""
 MOST_FORMING = 64
 """Launches of one job that may wait for their ranks at once: a restart that overtakes another has
 two."""

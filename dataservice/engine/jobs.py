@@ -74,8 +74,9 @@ MOST_RANGES = 1000
 MOST_SKIPS = 10_000
 """Ranges that are kept for a job, of all calls: each attempt looks through them as it begins."""
 MOST_COSTS = 1000
-QUARANTINE_PAGE = 5000  # entries that are read from the store in one turn
 """Changes of its costs that are kept for a job."""
+QUARANTINE_PAGE = 5000
+"""Entries of a quarantine that are read from the store in one turn."""
 
 Restore = Callable[[RunningJob, JobSetup, AttemptRecord], Awaitable[None]]
 """Bring back the attempt that ran last, now that its job is open."""

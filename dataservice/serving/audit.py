@@ -31,6 +31,11 @@ log = logging.getLogger(__name__)
 
 _TOKEN = re.compile(rf"{TOKEN_PREFIX}[A-Za-z0-9_-]{{8,}}")
 REASON_CHARS = 500
+# Of each team, at once and a second. A refused client may retry a thousand times a second; a job of
+# 10,000 ranks opens as many sessions at each of its starts.
+REFUSALS = (50, 1.0)
+SESSIONS = (50_000, 10.0)
+CHANGES = (1_000, 5.0)
 
 
 class Allowance:
@@ -49,13 +54,6 @@ class Allowance:
             return False
         self._left -= 1
         return True
-
-
-# Of each team, at once and a second. A refused client may retry a thousand times a second; a job of
-# 10,000 ranks opens as many sessions at each of its starts.
-REFUSALS = (50, 1.0)
-SESSIONS = (50_000, 10.0)
-CHANGES = (1_000, 5.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,12 +41,6 @@ class Shaping:
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
 
-def _numbers(width: int, like: Tensor) -> Tensor:
-    """A row of known outputs of a head, [1, 1, width]."""
-    times = -(-width // len(NUMBERS))
-    return like.new_tensor(NUMBERS).repeat(times)[:width].reshape(1, 1, width)
-
-
 class HeadLoss:
     """Runs a model of transformers up to its loss; its head is asked for anew in every call."""
 
@@ -127,3 +121,9 @@ class HeadLoss:
             yield Shaping(scale=scale)
         if (divisor := getattr(config, "logits_scaling", None)) is not None:
             yield Shaping(scale=1 / divisor)
+
+
+def _numbers(width: int, like: Tensor) -> Tensor:
+    """A row of known outputs of a head, [1, 1, width]."""
+    times = -(-width // len(NUMBERS))
+    return like.new_tensor(NUMBERS).repeat(times)[:width].reshape(1, 1, width)
