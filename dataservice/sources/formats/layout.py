@@ -1,7 +1,7 @@
 """Lays a record out under the keys that decoding reads, as the source's `columns` say, and reads
 its loss weight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dataservice.core.errors import SampleError
 from dataservice.core.job import SourceSpec
@@ -40,22 +40,22 @@ def laid_out(record: Mapping[str, object], spec: SourceSpec) -> dict[str, object
 
 
 def _without(record: dict[str, object], options: frozenset[str]) -> dict[str, object]:
-    if options:
-        for key in TURNS:
-            if isinstance(turns := record.get(key), list):
-                record[key] = [_without_options(turn, options) for turn in turns]
+    def change(part: Mapping[str, object]) -> Mapping[str, object]:
+        return {key: value for key, value in part.items() if key not in options}
+
+    for key in TURNS if options else ():
+        if isinstance(turns := record.get(key), list):
+            record[key] = [with_parts(turn, change) for turn in turns]
     return record
 
 
-def _without_options(turn: object, options: frozenset[str]) -> object:
+def with_parts(
+    turn: object, change: Callable[[Mapping[str, object]], Mapping[str, object]]
+) -> object:
+    """A turn whose content is a list, each object in that changed; any other as it is."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("content"), list):
         return turn
-    parts = [
-        {key: value for key, value in part.items() if key not in options}
-        if isinstance(part, Mapping)
-        else part
-        for part in turn["content"]
-    ]
+    parts = [change(part) if isinstance(part, Mapping) else part for part in turn["content"]]
     return {**turn, "content": parts}
 
 

@@ -20,7 +20,7 @@ from dataservice.core.limits import DecodeLimits
 from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import PART_KINDS, PART_OPTIONS, MediaBlob, MediaKind
 from dataservice.sources.formats.content import require_path
-from dataservice.sources.formats.layout import TURNS, value_at
+from dataservice.sources.formats.layout import TURNS, value_at, with_parts
 from dataservice.sources.formats.media_names import held_kind
 
 _PART_FIELDS = ("url", "path", "base64", "data")
@@ -145,18 +145,22 @@ def in_named_order(
 ) -> tuple[MediaBlob, ...]:
     """Images, then clips, then recordings; each kind in the order in which the record, or the parts
     of its messages, name just these files, else in the order given."""
-    in_parts = [(kind, _of_part(part, kind)) for kind, part, _ in _media_parts(record)]
     found: list[MediaBlob] = []
     for kind in MEDIA_KINDS:
         blobs = [blob for blob in media if blob.kind == kind]
-        places = {posixpath.basename(blob.name): place for place, blob in enumerate(blobs)}
-        of_parts = [value for of, value in in_parts if of == kind]
-        for names in (_names(of_parts), _names(record.get(f"{kind}s"))):
-            if len(blobs) > 1 and sorted(names) == sorted(places) and len(places) == len(blobs):
-                blobs = [blobs[places[name]] for name in names]
-                break
-        found += blobs
+        found += blobs if len(blobs) < 2 else _as_named(blobs, kind, record)
     return tuple(found)
+
+
+def _as_named(
+    blobs: list[MediaBlob], kind: MediaKind, record: Mapping[str, object]
+) -> list[MediaBlob]:
+    places = {posixpath.basename(blob.name): place for place, blob in enumerate(blobs)}
+    of_parts = [_of_part(part, kind) for of, part, _ in _media_parts(record) if of == kind]
+    for names in (_names(of_parts), _names(record.get(f"{kind}s"))):
+        if sorted(names) == sorted(places) and len(places) == len(blobs):
+            return [blobs[places[name]] for name in names]
+    return blobs
 
 
 def _names(value: object) -> list[str]:
@@ -168,20 +172,14 @@ def without_held(record: Mapping[str, object], refs: list[MediaRef]) -> dict[str
     held = {ref.key for ref in refs if ref.is_held}
     kept = {key: value for key, value in record.items() if key not in held or key in TURNS}
     for key in held & set(TURNS):
-        kept[key] = [_emptied(turn) for turn in _listed(record[key])]
+        kept[key] = [with_parts(turn, _emptied) for turn in _listed(record[key])]
     return kept
 
 
-def _emptied(turn: object) -> object:
-    if not isinstance(turn, Mapping) or not isinstance(turn.get("content"), list):
-        return turn
-    parts = [
-        {key: value for key, value in part.items() if key == "type" or key in PART_OPTIONS}
-        if isinstance(part, Mapping) and str(part.get("type")) in PART_KINDS
-        else part
-        for part in turn["content"]
-    ]
-    return {**turn, "content": parts}
+def _emptied(part: Mapping[str, object]) -> Mapping[str, object]:
+    if str(part.get("type")) not in PART_KINDS:
+        return part
+    return {key: value for key, value in part.items() if key == "type" or key in PART_OPTIONS}
 
 
 def _listed(value: object) -> list[object]:
