@@ -227,6 +227,22 @@ def test_ignored_suffixes_are_no_part_of_a_sample(
     assert "has 2 texts, ['0.alt.txt', '0.txt']" in str(sample.raw)
 
 
+def test_a_text_beside_a_json_with_another_is_refused_until_one_of_them_is_ignored(
+    tmp_path: Path, spec: Spec, write_tar: WriteTar
+) -> None:
+    members = [("0.txt", b"a cat\n"), ("0.json", b'{"caption": "a cat", "width": 9}')]
+    members += [("1.txt", b"a cat"), ("1.json", b'{"caption": "a tabby cat on a mat"}')]
+    members += [("0.jpg", b"J"), ("1.jpg", b"J")]
+    path = write_tar(tmp_path / "a.tar", sorted(members))
+    same, other = scan(spec(path, "webdataset"))
+    assert good(same).record["text"] == "a cat\n"
+    assert "'1.txt' has the text 'a cat', and caption of its JSON is 'a tabby" in str(other.raw)
+    _, short = scan(spec(path, "webdataset", ignore=("caption",)))
+    _, long = scan(spec(path, "webdataset", ignore=("txt",)))
+    assert good(short).record == {"text": "a cat"}
+    assert good(long).record == {"caption": "a tabby cat on a mat"}
+
+
 def test_a_record_that_names_an_image_which_is_not_there_is_refused(
     tmp_path: Path, spec: Spec, write_tar: WriteTar
 ) -> None:

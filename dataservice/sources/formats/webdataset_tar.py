@@ -197,7 +197,8 @@ class WebDatasetTar(FileFormat):
             )
         for ignored in self._spec.ignore:
             record.pop(ignored, None)
-        for text in texts.values():
+        for name, text in texts.items():
+            _refuse_other_text(record, name, text)
             record.setdefault("text", text)
         require_all_media(self._spec, record, media, file=file, unnamed=True)
         laid = laid_out(record, self._spec)
@@ -350,6 +351,18 @@ class WebDatasetTar(FileFormat):
                     "from the middle of a tar, which needs an uncompressed one. Decompress it "
                     "(media inside is compressed already)."
                 )
+
+
+def _refuse_other_text(record: dict[str, object], name: str, text: str) -> None:
+    """Raises SampleError where the JSON beside a text has another: one of them would go unread."""
+    for key in ("text", "caption"):
+        other = record.get(key)
+        if isinstance(other, str) and other.strip() != text.strip():
+            raise SampleError(
+                f"member {quoted(name)} has the text {quoted(text, 40)}, and {key} of its JSON is "
+                f"{quoted(other, 40)}; the sample trains one. Write ignore: [{extension(name)}] or "
+                f"ignore: [{key}] in the source, for the one to leave out."
+            )
 
 
 def split_name(name: str) -> tuple[str, str] | None:
