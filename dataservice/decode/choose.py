@@ -152,6 +152,21 @@ def choose_template(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> TemplateS
     return TemplateSource(name=name, text=text, tokens=tokenizer.named, today=spec.template_date)
 
 
+def check_named(tokenizer: LoadedTokenizer, template: TemplateSource | None) -> None:
+    """Raises SpecError where samples would be written with a token that the configuration names and
+    the vocabulary lacks: it would be read as plain text."""
+    written = template.text if template else ""
+    for name, token in tokenizer.absent.items():
+        begins = tokenizer.adds_bos and name == "bos_token"
+        if begins or name in written or token in written:
+            raise SpecError(
+                f"the tokenizer {quoted(tokenizer.path)} does not have {quoted(token)}, which its "
+                f"configuration names as {quoted(name)}: it would be read as several tokens of "
+                "plain text. Run, in Python, transformers.AutoTokenizer.from_pretrained('FOLDER')"
+                ".save_pretrained('FOLDER'), which adds it to tokenizer.json."
+            )
+
+
 def choose_end_of_document(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> str | None:
     token = spec.end_of_document_token
     if token is not None and tokenizer.id_of(token) is None:

@@ -25,6 +25,7 @@ from dataservice.core.sample import (
 from dataservice.decode.augment import Augmentation, choose_augmentation
 from dataservice.decode.chat_template import ChatTemplate
 from dataservice.decode.choose import (
+    check_named,
     choose_end_of_document,
     choose_placeholders,
     choose_template,
@@ -375,6 +376,7 @@ def build_pipeline(
     guarded = guarded_tokens(spec, tokenizer, placeholders)
     guard = Guard(guarded, tokenizer.normalizer_before(guarded))
     source = choose_template(spec, tokenizer)
+    check_named(tokenizer, source)
     pads = distinct_pads(placeholders)
     template = ChatTemplate(source, guard=guard, pads=pads) if source else None
     end_of_document = choose_end_of_document(spec, tokenizer)

@@ -27,11 +27,9 @@ from dataservice.decode.marks import BREAK, RESERVED
 from dataservice.decode.token_bytes import TokenBytes, token_bytes
 from dataservice.decode.word_tokens import WordTokens, word_tokens
 
-# The tokens that transformers gives to templates by name.
-_NAMED_TOKENS = (
-    *("bos_token", "eos_token", "pad_token", "unk_token"),
-    *("sep_token", "cls_token", "mask_token"),
-)
+# Where a configuration names tokens of its model, such as image_token, besides keys of its own.
+_MODELS_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
+_LISTED = "added_tokens_decoder"
 _NO_NAMES = (
     " A name of the Hugging Face Hub is not downloaded: run, in Python, transformers.AutoTokenizer"
     ".from_pretrained('ORGANISATION/MODEL').save_pretrained('FOLDER'), and give the path of FOLDER."
@@ -91,16 +89,17 @@ class _Panics:
 class LoadedTokenizer:
     """A tokenizer with its special tokens.
 
-    `named` has the configuration's tokens by role (`eos_token` …), `specials` the strings that only
-    the service itself may turn into control tokens, and `template` the configuration's chat
-    template or None. `is_paligemma` says that its model's processor is PaliGemma's, which writes
-    text of a form of its own.
+    `named` has the configuration's tokens by role (`eos_token` …), `absent` those of its tokens
+    that the vocabulary lacks, `specials` the strings that only the service itself may turn into
+    control tokens, and `template` the configuration's chat template or None. `is_paligemma` says
+    that its model's processor is PaliGemma's, which writes text of a form of its own.
     """
 
     tokenizer: TokenModel
     path: str
     folder: Path
     named: dict[str, str]
+    absent: dict[str, str]
     specials: tuple[str, ...]
     template: str | None
     adds_bos: bool
@@ -288,7 +287,7 @@ def configured(
     """A tokenizer with what the configuration in its folder says of it. Raises SpecError where that
     cannot be read."""
     config = _object(folder / "tokenizer_config.json")
-    named = {name: t for name in _NAMED_TOKENS if (t := _token(config.get(name)))}
+    named = _named_tokens(config, folder)
     adds_bos = config.get("add_bos_token")
     if adds_bos is None:  # such as Llama 3's, whose tokenizer.json does it by itself
         adds_bos = _begins_with(tokenizer, named.get("bos_token"))
@@ -297,6 +296,7 @@ def configured(
         path=path,
         folder=folder,
         named=named,
+        absent=_absent(tokenizer, config, named),
         specials=specials,
         template=_template(folder, config),
         adds_bos=bool(adds_bos),
@@ -306,6 +306,28 @@ def configured(
         written=written,
         words=words,
     )
+
+
+def _named_tokens(config: dict[str, object], folder: Path) -> dict[str, str]:
+    """The tokens that transformers gives to templates by name. The file that older releases kept
+    them in comes first where the configuration does not list its tokens, as it does there."""
+    older = {} if _LISTED in config else _object(folder / "special_tokens_map.json")
+    named: dict[str, object] = {}
+    for given in (config, older):
+        for key in _MODELS_TOKENS:
+            named |= tokens if isinstance(tokens := given.get(key), dict) else {}
+        named |= {name: value for name, value in given.items() if name.endswith("_token")}
+    return {name: token for name, value in named.items() if (token := _token(value))}
+
+
+def _absent(
+    tokenizer: TokenModel, config: dict[str, object], named: dict[str, str]
+) -> dict[str, str]:
+    """The tokens that the configuration names and the vocabulary lacks; transformers adds them."""
+    listed = config.get(_LISTED)
+    entries = listed.items() if isinstance(listed, dict) else ()
+    others = {f"{_LISTED}: {number}": t for number, value in entries if (t := _token(value))}
+    return {n: t for n, t in {**named, **others}.items() if tokenizer.token_to_id(t) is None}
 
 
 def _begins_with(tokenizer: TokenModel, token: str | None) -> bool:

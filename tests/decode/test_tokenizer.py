@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from dataservice.core.errors import SampleError, SpecError
 from dataservice.decode import tokenizer as module
@@ -71,6 +72,7 @@ def test_a_text_on_which_the_tokenizer_panics_is_a_bad_sample(kitchen, sample):
 def test_a_text_without_a_token_is_a_bad_sample(kitchen, sample):
     model = {"type": "WordLevel", "vocab": {"cat": 0, "<|endoftext|>": 1}, "unk_token": "none"}
     words = altered(kitchen, model=model, pre_tokenizer={"type": "Whitespace"}, added_tokens=[])
+    words.configure(None)
     pipeline = words.pipeline(vision=None, audio=None, end_of_document_token="cat")
     with pytest.raises(SampleError, match=r"fails on the text.*Missing"):
         pipeline.measure(sample({"text": "dog"}))
@@ -79,6 +81,7 @@ def test_a_text_without_a_token_is_a_bad_sample(kitchen, sample):
 def test_an_id_that_no_int32_holds_is_a_bad_sample(kitchen, sample):
     model = {"type": "WordLevel", "vocab": {"cat": 2**32 - 1, "end": 1}, "unk_token": "end"}
     words = altered(kitchen, model=model, pre_tokenizer={"type": "Whitespace"}, added_tokens=[])
+    words.configure(None)
     pipeline = words.pipeline(vision=None, audio=None, end_of_document_token="end")
     with pytest.raises(SampleError, match=r"id of 2\*\*31 or more"):
         pipeline.measure(sample({"text": "cat "}))
@@ -120,3 +123,47 @@ def test_a_template_file_that_cannot_be_read_is_refused(kitchen, broken):
 def test_templates_by_name_may_be_of_any_form(kitchen, sample):
     kitchen.configure(None, chat_template=["x", {"name": "default", "template": "{{ messages }}"}])
     assert kitchen.pipeline().measure(sample({"text": "the cat"})).llm_tokens
+
+
+BEGINS = "{{ bos_token }}{{ sep2 }}{% for m in messages %}{{ m.content }}{% endfor %}"
+CHAT = {"messages": [{"role": "user", "content": "cat"}]}
+
+
+@pytest.mark.parametrize(
+    ("file", "tokens"),
+    [
+        ("special_tokens_map", {"bos_token": {"content": "<|im_start|>"}}),
+        ("tokenizer_config", {"extra_special_tokens": {"sep2": "<|im_start|>"}}),
+        ("tokenizer_config", {"model_specific_special_tokens": {"sep2": "<|im_start|>"}}),
+    ],
+)
+def test_a_template_is_given_the_tokens_that_transformers_gives_it(kitchen, sample, file, tokens):
+    kitchen.configure(BEGINS, pad_token="<|endoftext|>")
+    place = kitchen.folder / f"{file}.json"
+    given = json.loads(place.read_text()) if place.exists() else {}
+    place.write_text(json.dumps(given | tokens))
+    ids = AutoTokenizer.from_pretrained(kitchen.folder).apply_chat_template(
+        CHAT["messages"], return_dict=True
+    )["input_ids"]
+    pipeline = kitchen.pipeline()
+    decoded = pipeline.decode(sample(CHAT), pipeline.measure(sample(CHAT)))
+    assert decoded.input_ids.tolist() == ids
+    assert pipeline.text_of(ids, 0, len(ids)) == "<|im_start|>cat"
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens"),
+    [
+        (BEGINS, {"bos_token": "<begin>"}),
+        ("{{ messages }}", {"bos_token": "<begin>", "add_bos_token": True}),
+        ("<begin>{{ messages }}", {"added_tokens_decoder": {"9": {"content": "<begin>"}}}),
+    ],
+)
+def test_a_token_that_only_the_configuration_has_is_refused_where_it_would_be_written(
+    kitchen, template, tokens
+):
+    kitchen.configure(template, **tokens)
+    with pytest.raises(SpecError, match="does not have '<begin>', which its configuration names"):
+        kitchen.pipeline()
+    kitchen.configure(BEGINS, pad_token="<begin>")  # which it does not write
+    kitchen.pipeline()
