@@ -59,7 +59,7 @@ _SWAPS_SIDES = frozenset({5, 6, 7, 8})
 
 
 def image_size(blob: MediaBlob, limits: DecodeLimits) -> tuple[int, int]:
-    """(width, height) in pixels as shown, EXIF orientation applied; from the header alone.
+    """(width, height) in pixels as shown, orientation applied; from the header alone.
 
     Raises:
         SampleError: it is not an image of a known format, or has more pixels than the limit.
@@ -240,18 +240,15 @@ def _has_one_scan(image: JpegImagePlugin.JpegImageFile, data: bytes) -> bool:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1..8, from the header alone.
+    """Orientation 1..8 by EXIF or, without it, by XMP, from the header alone.
 
-    `image.getexif()` would decode a whole PNG to look for EXIF after its pixels; measuring and
-    decoding must agree, so neither looks there.
+    The method is that of all images: a PNG's own would decode it to look for EXIF behind its
+    pixels; measuring and decoding must agree, so neither looks there. Pillow turns a TIFF itself.
     """
-    data = image.info.get("exif")
-    if not isinstance(data, bytes):
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
         return 1
-    exif = Image.Exif()
     try:
-        exif.load(data)
-        return int(exif.get(_ORIENTATION_TAG, 1))
+        return int(Image.Image.getexif(image).get(_ORIENTATION_TAG, 1))
     except Exception:
         # A damaged EXIF block leaves the picture itself readable: show it as stored.
         return 1

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
@@ -182,6 +182,23 @@ def test_a_turned_photograph_is_that_of_transformers_load_image(files, judge, or
     data = written(soft_picture(200, 90), "RGB", orientation)
     for name in ("qwen2_vl", "llava, padded"):
         check(files, judge, FAMILIES[name], data)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "PNG, ImageMagick's"])
+def test_a_photograph_that_another_block_than_exif_turns_is_turned(files, judge, format):
+    exif, texts = Image.Exif(), PngImagePlugin.PngInfo()
+    exif[0x0112] = 6
+    xmp = '<rdf:Description tiff:Orientation="6"/>'
+    options = {"xmp": xmp.encode()}
+    if format == "PNG":
+        texts.add_itxt("XML:com.adobe.xmp", xmp)
+    elif format not in ("JPEG", "WEBP"):
+        profile = exif.tobytes()
+        texts.add_text("Raw profile type exif", f"\nexif\n{len(profile):8}\n{profile.hex()}\n")
+    options = {"pnginfo": texts} if "PNG" in format else options
+    data = files.saved(soft_picture(200, 90), format.split(",")[0], **options)
+    assert image_size(files.blob("image", data), DEFAULT_LIMITS) == (90, 200)
+    check(files, judge, FAMILIES["qwen2_vl"], data)
 
 
 def test_large_jpegs_are_reduced_by_the_filter_and_not_while_they_are_decoded(files, judge):
