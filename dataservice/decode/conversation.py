@@ -336,14 +336,21 @@ def _tools(record: Mapping[str, object]) -> object:
             '[{"type": "function", "function": …}].'
         )
     tools = record.get("tools") or None
-    if not isinstance(tools, str):
-        return tools
-    try:
-        return json.loads(tools) or None
-    except (ValueError, RecursionError) as error:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) or None
+        except (ValueError, RecursionError) as error:
+            raise SampleError(
+                f"tools is a string that is not JSON: {quoted(tools, 60)}. Store a list of tools."
+            ) from error
+    listed = _list(tools)
+    if tools and not (listed and all(isinstance(tool, Mapping) for tool in listed)):
         raise SampleError(
-            f"tools is a string that is not JSON: {quoted(tools, 60)}. Store a list of tools."
-        ) from error
+            f"tools is {quoted(tools, 60)}; it must be a list of objects, or such a list as one "
+            "string of JSON: templates would write strings in it as JSON a second time. Parse "
+            "them, or leave the sample out."
+        )
+    return tools
 
 
 def _turns(record: Mapping[str, object], key: str) -> list[Mapping[str, object]]:

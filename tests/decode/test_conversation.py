@@ -259,6 +259,16 @@ def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
             "tools is a string that is not JSON",
         ),
         (
+            {"messages": [{"role": "user", "content": "x"}], "tools": ['{"name": "f"}']},
+            (),
+            "tools is .*it must be a list of objects",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tools": {"name": "f"}},
+            (),
+            "tools is .*it must be a list of objects",
+        ),
+        (
             {"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]},
             (),
             "functions, which chat templates no longer read. Write them as tools",
