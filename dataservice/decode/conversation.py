@@ -48,7 +48,7 @@ _ROLES = {
 }
 _QUESTIONS = ("question", "problem")
 # What a question may refer to, and the reader would not show.
-_BESIDE_QUESTIONS = ("choices", "options")
+_BESIDE_QUESTIONS = ("choices", "options", "context", "passage")
 _TRANSCRIPTS = ("sentence", "transcription", "transcript")
 # Of a turn: whether it is learnt, by 0 and 1 in OpenAI's sets, by false and true in those of
 # ms-swift and axolotl.
@@ -315,6 +315,12 @@ def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
 
 def _with_system(record: Mapping[str, object], messages: list[Message]) -> Conversation:
     """The conversation with the system prompt, which some datasets keep in a separate key."""
+    if given := record.get("chat_template_kwargs"):
+        raise SampleError(
+            f"the record has chat_template_kwargs {quoted(given, 60)}, which are not given to the "
+            "template. Choose a template that writes what they ask for, or write ignore: "
+            "[chat_template_kwargs] in the source to train without them."
+        )
     system = record.get("system")
     if isinstance(system, str) and system:
         first = Message(role="system", parts=(system,))
