@@ -3,7 +3,7 @@
     - {name: vision-a1b2c3, team: vision, role: team, sha256: "9f86...", expires: 2026-12-31}
 
 The file is read again when it changes, so tokens are added, replaced and revoked without a
-restart. While the file is missing or invalid, the last valid tokens stay in force.
+restart. While the file is missing, invalid or not to be read, the last valid tokens stay in force.
 """
 
 import logging
@@ -83,6 +83,7 @@ class TokensFile:
         self._look_s = look_s
         self._stamp = file_stamp(path)
         self._looked_s = clock()
+        self._told = self._stamp
         self._entries = read_tokens(path)
 
     def __call__(self, token: str | None) -> Identity:
@@ -95,14 +96,18 @@ class TokensFile:
 
     def _follow(self) -> None:
         stamp = file_stamp(self._path)
+        told, self._told = self._told, stamp
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._entries = read_tokens(self._path)
         except SpecError as error:
-            log.error("the tokens in use stay: %s", error)
+            # It is tried at each look: what kept it from being read may go, and leave no trace in
+            # its stamp, as a `chmod` does.
+            if stamp != told:
+                log.error("the tokens in use stay: %s", error)
         else:
+            self._stamp = stamp
             log.info("%d tokens taken up from %s", len(self._entries), self._path)
 
 

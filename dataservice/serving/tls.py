@@ -61,20 +61,23 @@ class _ServerFiles:
     def __init__(self, spec: TlsSpec) -> None:
         self._spec = spec
         self._lock = threading.Lock()
-        self._stamp = self._look()
+        self._stamp = self._told = self._look()
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
         """The new certificate; None if nothing has changed."""
         with self._lock:
             stamp = self._look()
+            told, self._told = self._told, stamp
             if stamp == self._stamp:
                 return None
-            self._stamp = stamp
             try:
                 fresh = self.read()
             except SpecError as error:
-                log.error("the certificate in use stays: %s", error)
+                # It is tried at each handshake: `chmod`, say, may mend it and leave its stamp.
+                if stamp != told:
+                    log.error("the certificate in use stays: %s", error)
                 return None
+            self._stamp = stamp
             log.info("certificate taken up from %s", self._spec.certificate_file)
             return fresh
 

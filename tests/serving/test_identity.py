@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from contextlib import asynccontextmanager, suppress
+import resource
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -449,6 +450,31 @@ def test_a_token_is_random_recognisable_and_in_the_file_only_as_its_hash(tmp_pat
     tokens = TokensFile(tmp_path / "tokens", clock=lambda: now.timestamp() + 86_400)
     with pytest.raises(TokenError, match=f"{record.name!r} expired"):
         tokens(token)
+
+
+def test_tokens_that_could_not_be_read_for_a_moment_are_taken_up_after_it(tmp_path, caplog):
+    (old, was), (new, now) = (make_token(team="vision", role="team") for _ in range(2))
+    file = tmp_path / "tokens"
+    file.write_text(yaml.safe_dump([was.model_dump(mode="json", exclude_none=True)]))
+    tokens = TokensFile(file, look_s=0.0)
+    file.write_text(yaml.safe_dump([now.model_dump(mode="json", exclude_none=True)]))
+    with no_files_can_be_opened():
+        assert tokens(old).name == tokens(old).name == was.name
+    assert caplog.text.count("the tokens in use stay") == 1
+    assert tokens(new).name == now.name
+    with pytest.raises(TokenError, match="not one of this service's"):
+        tokens(old)
+
+
+@contextmanager
+def no_files_can_be_opened():
+    """As where a process has all the descriptors that it may have, or may not read a file."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
 
 def test_an_end_is_a_time_from_now_a_date_or_never():

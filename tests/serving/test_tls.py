@@ -153,6 +153,21 @@ async def test_a_renewed_certificate_is_taken_up_and_a_broken_one_is_not(
     assert await jobs(address, new) == []
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+async def test_a_renewed_certificate_that_could_not_be_read_is_taken_up_once_it_can(
+    serve, authority, stranger, tmp_path, caplog
+):
+    spec = TlsSpec(**authority.issue("server", folder=tmp_path))
+    address = await serve(spec)
+    old, new = (ClientTls(ca_file=str(each.ca_file)) for each in (authority, stranger))
+    stranger.issue("server", folder=tmp_path)
+    os.chmod(spec.key_file, 0)
+    assert await jobs(address, old) == await jobs(address, old) == []
+    assert caplog.text.count("the certificate in use stays") == 1
+    os.chmod(spec.key_file, 0o600)
+    assert await jobs(address, new) == []
+
+
 @pytest.mark.parametrize("begins", [2000, 2100])
 async def test_a_certificate_that_is_not_valid_now_is_told_with_its_dates_and_may_be_renewed(
     serve, authority, tmp_path, caplog, begins
