@@ -8,7 +8,7 @@ Errands and findings are plain data: nothing between the two need understand the
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import IO, Any, Literal, get_args
@@ -19,6 +19,7 @@ from dataservice.sources.formats.protocol import FilePiece
 from dataservice.sources.formats.registry import open_format
 from dataservice.sources.index_part import Counter
 from dataservice.sources.manifest import LeftOutFile, Recipe
+from dataservice.sources.shared_indexing import BATCH_BYTES, MOST_FILES
 from dataservice.sources.storage import SourceFile
 from dataservice.sources.unnamed_file import unnamed_file
 
@@ -65,6 +66,8 @@ class Errand:
             raise _unknown(f"to {str(errand.what)[:40]!r} is none")
         if errand.what in ("count", "piece") and (errand.piece is None or len(errand.files) != 1):
             raise _unknown(f"to {errand.what!r} needs one file, and a piece of it")
+        if errand.what == "index":
+            _require_short(errand.files)
         return errand
 
 
@@ -164,6 +167,17 @@ def _told(text: str) -> Finding:
     with os.fdopen(os.dup(descriptor), "wb") as stream:
         stream.write(text.encode())
     return Finding(descriptor=descriptor)
+
+
+def _require_short(files: Sequence[SourceFile]) -> None:
+    """Raises SpecError where several files are more than are indexed in one turn: other teams wait
+    for its end."""
+    size_bytes = sum(max(0, file.size_bytes) for file in files)
+    if len(files) > MOST_FILES or (len(files) > 1 and size_bytes > BATCH_BYTES):
+        raise _unknown(
+            f"it has {len(files):,} files of {size_bytes:,} bytes; several may be {MOST_FILES}, of "
+            f"{BATCH_BYTES:,} bytes in all"
+        )
 
 
 def _file(plain: Mapping[str, Any]) -> SourceFile:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -459,3 +459,16 @@ def test_code_of_the_users_own_gets_no_credentials_so_far_sources_are_refused(ho
     write_job(home, sources=[own], pipeline=pipeline)
     with pytest.raises(SpecError, match=r"(?s)lies on another machine.*without --on"):
         index_there(home, service)
+
+
+@pytest.mark.parametrize(("files", "size_bytes"), [(257, 1), (2, 2**25 + 1), (4000, 10_000_000)])
+def test_an_errand_for_which_other_teams_would_wait_long_is_refused(files, size_bytes):
+    """Teams take turns between errands; a file that is large by itself is one all the same."""
+    file = SourceFile(name="x", path="/x", size_bytes=size_bytes, version="")
+    large = Errand(what="index", files=(file,) * files).to_json()
+    with pytest.raises(SpecError, match=r"several may be 256, of 67,108,864 bytes in all"):
+        Errand.from_json(large)
+    alone = Errand(what="index", files=(replace(file, size_bytes=2**40),))
+    assert Errand.from_json(alone.to_json()) == alone
+    short = Errand(what="index", files=(replace(file, size_bytes=2**18),) * 256)
+    assert Errand.from_json(short.to_json()) == short
