@@ -2,7 +2,8 @@
 
 Contract. A job is durable before anyone is told of it. A job, and the attempt of it that ran last,
 is opened when it is first asked for; one that cannot be opened (because its index is stale, say)
-stays listed, and opening is tried again each time that it is asked for.
+stays listed, and opening is tried again each time that it is asked for. A change of a job goes on
+where whoever asked for it is gone, or the store would hold what the service does not know.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ from dataservice.engine.redecode import Redecoder
 from dataservice.engine.registration import OpenJob, Registration
 from dataservice.engine.running_job import RunningJob, was_deleted
 from dataservice.engine.step_threads import StepThreads
-from dataservice.engine.tasks import cancel_all, detach
+from dataservice.engine.tasks import cancel_all, detach, to_its_end
 from dataservice.engine.threads import in_store
 from dataservice.engine.versions import (
     SetupOf,
@@ -311,6 +312,7 @@ class JobTable:
             mixture=mixture,
         )
 
+    @to_its_end
     async def drain(self, name: str) -> JobStatus:
         """Refuse new attempts; the one that runs may finish."""
         job = self.get(name)
@@ -322,6 +324,7 @@ class JobTable:
             job.record = record
         return await self.status(name)
 
+    @to_its_end
     async def delete(self, name: str) -> None:
         """Forget a job that no trainer is using, and its validation, once no change of them is on
         its way to the store: it would bring back what is deleted here."""
@@ -347,6 +350,7 @@ class JobTable:
             job.forget(was_deleted(job.record.name))
             self._metrics.job_deleted(job.record.name)
 
+    @to_its_end
     async def recost(self, job: str, cost_json: str, from_step: int | None) -> CostRecord:
         """Plan with other coefficients, from a step on that no attempt has planned. The change is
         durable before any step is planned by it, so that a restart plans every step as before."""
@@ -383,6 +387,7 @@ class JobTable:
         log.info("cost %s from step %d on", cost.version, record.from_step, extra={"job": job})
         return record
 
+    @to_its_end
     async def change_mixture(
         self, job: str, weights: Mapping[str, float], from_step: int | None
     ) -> MixtureChange:

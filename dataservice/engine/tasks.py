@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import partial
-from typing import Any, Generic, TypeVar
+from functools import partial, wraps
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from dataservice.engine.waiters import Waiters
 
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
@@ -16,6 +17,18 @@ def detach(work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
     task = asyncio.create_task(work)
     task.add_done_callback(retrieve_error)
     return task
+
+
+def to_its_end(
+    work: Callable[Given, Coroutine[Any, Any, Result]],
+) -> Callable[Given, Coroutine[Any, Any, Result]]:
+    """The same work, which goes on when its caller is cancelled."""
+
+    @wraps(work)
+    async def whole(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return await asyncio.shield(detach(work(*args, **kwargs)))
+
+    return whole
 
 
 def retrieve_error(done: asyncio.Future[Any]) -> None:
