@@ -28,7 +28,7 @@ from dataservice.core.sample import MediaKind
 from dataservice.decode.conversation import Conversation, MediaPart, Message
 from dataservice.decode.marks import BREAK, LOSS_CLOSE, LOSS_OPEN, SLOTS
 from dataservice.decode.template_environment import environment
-from dataservice.decode.template_omissions import CALLS, THOUGHTS, omissions
+from dataservice.decode.template_omissions import CALLS, THOUGHTS, Beside, omissions
 from dataservice.decode.template_turns import (
     TracedText,
     Turn,
@@ -164,15 +164,16 @@ class ChatTemplate:
         """
         messages = enumerate(conversation.messages)
         turns = [Turn(self._turn(message), place) for place, message in messages]
-        tools = self._guard.protect_all(conversation.tools)
-        text = self._render(turns, tools, prompt=False)
-        self._require_shown(text, turns, tools)
+        beside = {"tools": conversation.tools, **conversation.values}
+        beside = {name: self._guard.protect_all(value) for name, value in beside.items()}
+        text = self._render(turns, beside, prompt=False)
+        self._require_shown(text, turns, beside)
         silent = frozenset(k for k, said in enumerate(conversation.messages) if not said.learnt)
         if self._traced is None:
             return self._without_loss(text, turns, silent)
-        learnt = self._learnt_by_prefix(text, turns, tools, silent)
+        learnt = self._learnt_by_prefix(text, turns, beside, silent)
         if learnt is None:
-            learnt = self._learnt_by_turns(text, turns, tools, silent)
+            learnt = self._learnt_by_turns(text, turns, beside, silent)
         if learnt is None:
             raise SampleError(
                 f"chat template {quoted(self.name)} does not tell which text the assistant's turns "
@@ -203,12 +204,12 @@ class ChatTemplate:
 
     # ---- nothing is lost ----
 
-    def _require_shown(self, text: str, turns: Sequence[dict[str, object]], tools: object) -> None:
+    def _require_shown(self, text: str, turns: Sequence[dict[str, object]], beside: Beside) -> None:
         """Raises SampleError when leaving out a part of the conversation gives the same text."""
-        parts = omissions(text, turns, tools, thoughts=not self._reads_thoughts)
-        for what, fewer, fewer_tools in parts:
+        parts = omissions(text, turns, beside, thoughts=not self._reads_thoughts)
+        for what, fewer, less in parts:
             try:
-                shown = self._render(fewer, fewer_tools, prompt=False) != text
+                shown = self._render(fewer, less, prompt=False) != text
             except SampleError:
                 shown = True  # the template needs the part left out
             if not shown:
@@ -221,7 +222,7 @@ class ChatTemplate:
     # ---- loss by prefix difference ----
 
     def _learnt_by_prefix(
-        self, text: str, turns: Sequence[Turn], tools: object, silent: frozenset[int]
+        self, text: str, turns: Sequence[Turn], beside: Beside, silent: frozenset[int]
     ) -> list[tuple[int, int]] | None:
         """The learnt parts of `text`, (start, end) in order, of turns that are not `silent`; None
         when a turn changes the text of what comes before it, or earlier turns are no conversation
@@ -232,8 +233,8 @@ class ChatTemplate:
             if turn["role"] != "assistant":
                 continue
             try:
-                before = self._render(turns[:place], tools, prompt=True)
-                after = self._render(turns[: place + 1], tools, prompt=False)
+                before = self._render(turns[:place], beside, prompt=True)
+                after = self._render(turns[: place + 1], beside, prompt=False)
             except SampleError:
                 return None
             if not (after.startswith(before) and text.startswith(after)):
@@ -249,12 +250,12 @@ class ChatTemplate:
     # ---- loss of the text that turns write ----
 
     def _learnt_by_turns(
-        self, text: str, turns: Sequence[Turn], tools: object, silent: frozenset[int]
+        self, text: str, turns: Sequence[Turn], beside: Beside, silent: frozenset[int]
     ) -> list[tuple[int, int]] | None:
         """The learnt parts of `text`, (start, end) in order, of turns that are not `silent`; None
         when the template's loops do not tell whose text is whose."""
-        shown = self._traced_text(turns, tools, prompt=False)
-        if shown is None or shown.text != text or not self._kept_apart(turns, tools):
+        shown = self._traced_text(turns, beside, prompt=False)
+        if shown is None or shown.text != text or not self._kept_apart(turns, beside):
             return None
         learnt: list[tuple[int, int]] = []
         for place, turn in enumerate(turns):
@@ -268,7 +269,7 @@ class ChatTemplate:
             if parts and place == len(turns) - 1:  # and what ends the conversation
                 parts.append((shown.end_of_turns, len(text)))
             written = "".join(text[start:end] for start, end in parts)
-            header = self._header(written, turns, place, tools)
+            header = self._header(written, turns, place, beside)
             if header is None:
                 return None
             if place in silent:
@@ -276,12 +277,12 @@ class ChatTemplate:
             learnt += _within(parts, header, _end_of_turn(written, header, self._guard))
         return sorted(learnt)
 
-    def _kept_apart(self, turns: Sequence[Turn], tools: object) -> bool:
+    def _kept_apart(self, turns: Sequence[Turn], beside: Beside) -> bool:
         """Whether the text found for assistants' turns holds what assistants say, and nothing that
         others say. It is tried out with numbers in the middle of what they say."""
         said = [_numbered(turn) for turn in turns]
         try:
-            traced = self._traced_text(said, tools, prompt=False)
+            traced = self._traced_text(said, beside, prompt=False)
         except SampleError:
             return False
         if traced is None:
@@ -290,9 +291,11 @@ class ChatTemplate:
         own, other = traced.split(assistants)
         return _OTHERS_NUMBER not in own and _ASSISTANTS_NUMBER not in other
 
-    def _header(self, written: str, turns: Sequence[Turn], place: int, tools: object) -> int | None:
+    def _header(
+        self, written: str, turns: Sequence[Turn], place: int, beside: Beside
+    ) -> int | None:
         """How many characters of a turn's text are the prompt to generate it; None if unknown."""
-        prompt = self._prompt_before(turns, place, tools)
+        prompt = self._prompt_before(turns, place, beside)
         if prompt is None:
             return None
         usual = self._usual_prompt or ""
@@ -313,23 +316,23 @@ class ChatTemplate:
     def _ends(self, text: str) -> bool:
         return text.endswith("\n") or self._guard.ends(text)
 
-    def _prompt_before(self, turns: Sequence[Turn], place: int, tools: object) -> str | None:
+    def _prompt_before(self, turns: Sequence[Turn], place: int, beside: Beside) -> str | None:
         """What the template adds to earlier turns where the model is to go on; as after a user's
         turn if earlier turns are no conversation of their own, or show nothing."""
         try:
-            prompt = self._prompt_after(turns[:place], tools) if place else None
+            prompt = self._prompt_after(turns[:place], beside) if place else None
         except SampleError:
             prompt = None
         return self._usual_prompt if prompt is None else prompt
 
-    def _prompt_after(self, turns: Sequence[Turn], tools: object) -> str | None:
-        asked = self._traced_text(turns, tools, prompt=True)
+    def _prompt_after(self, turns: Sequence[Turn], beside: Beside) -> str | None:
+        asked = self._traced_text(turns, beside, prompt=True)
         if asked is None or not asked.stretches:
             return None
         if asked.end_of_turns < len(asked.text):
             return asked.text[asked.end_of_turns :]
         # There is none, or the last turn's iteration writes it.
-        closed = self._render(turns, tools, prompt=False)
+        closed = self._render(turns, beside, prompt=False)
         return asked.text[len(closed) :] if asked.text.startswith(closed) else None
 
     # ---- content ----
@@ -378,7 +381,7 @@ class ChatTemplate:
 
     def _tried(self, content: object) -> str | None:
         try:
-            return self._render([{"role": "user", "content": content}], None, prompt=False)
+            return self._render([{"role": "user", "content": content}], {}, prompt=False)
         except SampleError:
             return None
 
@@ -386,22 +389,22 @@ class ChatTemplate:
         """The generation prompt after a single turn of a user."""
         content = _PROBE if self._takes_strings else [{"type": "text", "text": _PROBE}]
         try:
-            return self._prompt_after([Turn({"role": "user", "content": content}, 0)], None)
+            return self._prompt_after([Turn({"role": "user", "content": content}, 0)], {})
         except SampleError:
             return None
 
     def _traced_text(
-        self, turns: Sequence[Turn], tools: object, *, prompt: bool
+        self, turns: Sequence[Turn], beside: Beside, *, prompt: bool
     ) -> TracedText | None:
         """The rendered text with the stretches of its turns; None when it cannot be traced."""
         if self._traced is None:
             return None
-        return read_traced(self._render(turns, tools, prompt=prompt, template=self._traced))
+        return read_traced(self._render(turns, beside, prompt=prompt, template=self._traced))
 
     def _render(
         self,
         turns: Sequence[dict[str, object]],
-        tools: object,
+        beside: Beside,
         *,
         prompt: bool,
         template: Template | None = None,
@@ -410,9 +413,10 @@ class ChatTemplate:
             return (template or self._template).render(
                 {
                     **self._tokens,
-                    "messages": turns,
-                    "tools": tools,
+                    "tools": None,
                     "documents": None,
+                    **beside,
+                    "messages": turns,
                     "add_generation_prompt": prompt,
                 }
             )

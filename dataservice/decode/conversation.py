@@ -49,6 +49,8 @@ _ROLES = {
 _QUESTIONS = ("question", "problem")
 # What a question may refer to, and the reader would not show.
 _BESIDE_QUESTIONS = ("choices", "options", "context", "passage")
+# What a template is given of every conversation.
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _TRANSCRIPTS = ("sentence", "transcription", "transcript")
 # Of a turn: whether it is learnt, by 0 and 1 in OpenAI's sets, by false and true in those of
 # ms-swift and axolotl.
@@ -82,10 +84,11 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """The turns in order, and the tools offered to the model."""
+    """The turns in order, the tools offered to the model, and what else its template is given."""
 
     messages: tuple[Message, ...]
     tools: object = None
+    values: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,12 +318,6 @@ def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
 
 def _with_system(record: Mapping[str, object], messages: list[Message]) -> Conversation:
     """The conversation with the system prompt, which some datasets keep in a separate key."""
-    if given := record.get("chat_template_kwargs"):
-        raise SampleError(
-            f"the record has chat_template_kwargs {quoted(given, 60)}, which are not given to the "
-            "template. Choose a template that writes what they ask for, or write ignore: "
-            "[chat_template_kwargs] in the source to train without them."
-        )
     system = record.get("system")
     if isinstance(system, str) and system:
         first = Message(role="system", parts=(system,))
@@ -331,7 +328,19 @@ def _with_system(record: Mapping[str, object], messages: list[Message]) -> Conve
                 "one, or write ignore: [system] in the source."
             )
         messages = messages if own else [first, *messages]
-    return Conversation(messages=tuple(messages), tools=_tools(record))
+    return Conversation(messages=tuple(messages), tools=_tools(record), values=_values(record))
+
+
+def _values(record: Mapping[str, object]) -> Mapping[str, object]:
+    """What the record gives its template besides, in the column that TRL reads it from."""
+    given = record.get("chat_template_kwargs") or {}
+    if not isinstance(given, Mapping) or not _GIVEN.isdisjoint(given):
+        raise SampleError(
+            f"chat_template_kwargs is {quoted(given, 60)}; it must be an object, with none of "
+            f"{quoted(sorted(_GIVEN))}, which the template is given anyway. Correct it, or write "
+            "ignore: [chat_template_kwargs] in the source."
+        )
+    return given
 
 
 def _tools(record: Mapping[str, object]) -> object:

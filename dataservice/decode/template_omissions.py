@@ -9,32 +9,35 @@ CALLS = ("tool_calls", "function_call")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _ROLES = ("system", "user", "assistant")  # roles that every template has
 
-Omission = tuple[str, Sequence[dict[str, object]], object]
+Beside = Mapping[str, object]
+"""What a template is given besides the turns, by name: `tools`, and the record's own values."""
+Omission = tuple[str, Sequence[dict[str, object]], Beside]
 
 
 def omissions(
-    text: str, turns: Sequence[dict[str, object]], tools: object, *, thoughts: bool
+    text: str, turns: Sequence[dict[str, object]], beside: Beside, *, thoughts: bool
 ) -> Iterator[Omission]:
-    """The parts that may be missing in a rendered text: each part's name, with the turns and tools
-    without it. Of `thoughts`, a template that reads them may leave out any."""
-    if tools:
-        yield "tools", turns, None
+    """The parts that may be missing in a rendered text: each part's name, with the turns, and
+    what is beside them, without it. Of `thoughts`, a template that reads them may leave out any."""
+    for name, value in beside.items():  # a choice, such as enable_thinking, may be the usual one
+        if value and not isinstance(value, bool | int | float):
+            yield name, turns, {key: each for key, each in beside.items() if key != name}
     if thoughts and any(turn.get(THOUGHTS[0]) for turn in turns):
         silent = [{k: v for k, v in turn.items() if k not in THOUGHTS} for turn in turns]
-        yield f"thoughts ({THOUGHTS[0]})", silent, tools
+        yield f"thoughts ({THOUGHTS[0]})", silent, beside
     at = 0
     for place, turn in enumerate(turns):
         for key in CALLS:
             if turn.get(key):
                 without = {k: v for k, v in turn.items() if k != key}
-                yield key, _with(turns, place, without), tools
+                yield key, _with(turns, place, without), beside
         # Nearly every turn appears in the text unchanged, after the turns before it.
         said = _said(turn)
         found = _end_in(text, said, at)
         at = at if found is None else found
         if said and (found is None or turn["role"] not in _ROLES):
             without = {**turn, "content": ""}
-            yield f"turns of role {quoted(turn['role'], 40)}", _with(turns, place, without), tools
+            yield f"turns of role {quoted(turn['role'], 40)}", _with(turns, place, without), beside
 
 
 def _with(

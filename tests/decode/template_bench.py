@@ -140,6 +140,7 @@ class Bench:
             copy.deepcopy(record["messages"]),
             tools=record.get("tools"),
             chat_template=template,
+            **record.get("chat_template_kwargs", {}),
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},

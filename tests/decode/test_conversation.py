@@ -274,14 +274,6 @@ def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
             "functions, which chat templates no longer read. Write them as tools",
         ),
         (
-            {
-                "messages": [{"role": "user", "content": "x"}],
-                "chat_template_kwargs": {"enable_thinking": False},
-            },
-            (),
-            r"not given to the template.*ignore: \[chat_template_kwargs\]",
-        ),
-        (
             {"question": "where?", "answer": "France", "context": "Paris is in France."},
             (),
             r"has context, which 'question' and 'answer' do not show.*ignore: \[context\]",
