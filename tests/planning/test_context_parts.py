@@ -9,10 +9,17 @@ from hypothesis import strategies as st
 from dataservice.core.cost import ContextCost
 from dataservice.core.layout import padded_tokens
 from dataservice.planning.context import seconds
+from dataservice.planning.context.bound import wave_bound
 from dataservice.planning.context.cut import cut_waves
 from dataservice.planning.context.memory_fit import group_by_memory
 from dataservice.planning.context.plan import place_groups
-from dataservice.planning.context.units import least_degrees, make_setting, make_units
+from dataservice.planning.context.units import (
+    fitting_degrees,
+    least_degrees,
+    make_setting,
+    make_units,
+    plain_units,
+)
 
 COST = ContextCost.flexsp_7b()
 
@@ -43,6 +50,33 @@ def test_least_degree_is_the_first_whose_padded_share_fits(tokens, memory):
     ):
         fits = [d for d in range(1, 513) if padded_tokens([size], d)[0] <= memory * d]
         assert least == (fits[0] if fits else 513)
+
+
+@settings(deadline=None)
+@given(
+    tokens=st.lists(st.integers(1, 9000), min_size=2, max_size=40),
+    ranks=st.integers(9, 200),
+    node=st.integers(1, 9),
+    ring=st.sampled_from([0.0, 1e-6, 1e-4]),
+)
+def test_a_bound_is_the_same_in_any_order_of_the_samples(tokens, ranks, node, ring):
+    cost = ContextCost(
+        attention_s_per_token2=2e-9,
+        linear_s_per_token=5e-5,
+        group_s=0.02,
+        ring_intra_s_per_token=ring / 20,
+        ring_inter_s_per_token=ring,
+        ring_hop_s=ring,
+    )
+    machine = make_setting(
+        ranks=ranks, memory_tokens=1024, cost=cost, ranks_per_node=node, degrees="any"
+    )
+    longest_first = np.sort(tokens)[::-1].copy()
+    bounds_s = []
+    for sizes in (longest_first, longest_first[::-1].copy()):  # the first by degree, not by sample
+        units = plain_units(sizes, machine)
+        bounds_s.append(wave_bound(units, fitting_degrees(units, machine), machine))
+    assert bounds_s[0] == pytest.approx(bounds_s[1], rel=1e-6)
 
 
 @settings(deadline=None)

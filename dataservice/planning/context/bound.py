@@ -18,10 +18,12 @@ from dataservice.planning.context.units import (
     degree_after,
     fastest_seconds,
     fitting_degrees,
+    longest_within,
     next_degree,
     padded_sums,
     plain_units,
     unit_seconds,
+    wider_degree,
 )
 from dataservice.planning.kernels.compile import kernel, leaf
 from dataservice.planning.kernels.sort import argsort_descending, argsort_falling
@@ -50,15 +52,15 @@ def waves_bound(units: Units, least: NDArray[np.int64], setting: Setting) -> flo
     """The larger of two bounds of the summed makespans: of all units in one wave, and β₁ for each
     more that memory calls for; and of what the units of most work leave to the others."""
     waves = -(-int(units.total.sum()) // (setting.ranks * setting.memory_tokens))
+    plain = units.tokens.size == units.total.size and bool((units.weights == 1).all())
+    if plain and (units.tokens[1:] > units.tokens[:-1]).any():
+        falling = argsort_falling(units.tokens)
+        units, least = plain_units(units.tokens[falling], setting), least[falling]
     together_s = wave_bound(units, least, setting)
     together_s += (waves - 1) * fixed_seconds(setting.coefficients)
     dense = _densest(units)
     bound_s = max(together_s, float(_beside_heaviest(units, setting, dense, together_s)))
-    if units.tokens.size > units.total.size or (units.weights != 1).any():
-        return bound_s
-    if (units.tokens[1:] > units.tokens[:-1]).any():
-        units = plain_units(units.tokens[argsort_falling(units.tokens)], setting)
-    return max(bound_s, length_bound(units, setting))
+    return max(bound_s, length_bound(units, setting)) if plain else bound_s
 
 
 def length_bound(units: Units, setting: Setting) -> float:
@@ -267,24 +269,38 @@ def _bound(units: Units, least: NDArray[np.int64], rest_work_s: float, setting: 
     work_s = units.work.sum() + rest_work_s
     base = fixed_seconds(setting.coefficients)
     low = float(base + work_s / setting.ranks)
-    for unit in range(units.total.size):
+    falling = _fall(units)
+    for unit in range(min(units.total.size, 1) if falling else units.total.size):
         if least[unit] > 1 or units.work[unit] + base > low:
             low = max(low, fastest_seconds(units, unit, least[unit], low, setting))
     intensity = _intensity(units, setting)
-    slow = _slow_units(units, least, low, setting)
-    if _ranks_suffice(units, least, slow, work_s, intensity, low, setting):
+    slow = np.empty(0, np.int64) if falling else _slow_units(units, least, low, setting)
+    if _ranks_suffice(units, least, slow, falling, work_s, intensity, low, setting):
         return low
     high = 2 * low
-    while not _ranks_suffice(units, least, slow, work_s, intensity, high, setting):
+    while not _ranks_suffice(units, least, slow, falling, work_s, intensity, high, setting):
         low = high
         high *= 2
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _ranks_suffice(units, least, slow, work_s, intensity, middle, setting):
+        if _ranks_suffice(units, least, slow, falling, work_s, intensity, middle, setting):
             high = middle
         else:
             low = middle
     return low
+
+
+@leaf
+def _fall(units: Units) -> bool:
+    """Whether each unit is one sample that attends to what came before it, the longest first: then
+    what the first takes alone, none after it exceeds, nor its degree."""
+    if units.tokens.size > units.total.size:
+        return False
+    for unit in range(units.tokens.size):
+        shorter = unit == 0 or units.tokens[unit] <= units.tokens[unit - 1]
+        if not shorter or units.weights[unit] != 1.0:
+            return False
+    return True
 
 
 @leaf
@@ -315,6 +331,7 @@ def _ranks_suffice(
     units: Units,
     least: NDArray[np.int64],
     slow: NDArray[np.int64],
+    falling: bool,
     work_s: float,
     intensity: float,
     tau: float,
@@ -327,8 +344,25 @@ def _ranks_suffice(
     there is any. Where q(n) exceeds the most attention any token has, nothing that shares the
     group can hide the rest, so each such unit exposes q(n)·tokens − attention at least.
     """
+    have = (tau - fixed_seconds(setting.coefficients)) * setting.ranks
+    if falling:
+        exposed = _exposed_by_length(units, intensity, tau, setting)
+    else:
+        exposed = _exposed(units, least, slow, intensity, tau, setting)
+    return bool(work_s + exposed <= have * (1 + 1e-9))
+
+
+@leaf
+def _exposed(
+    units: Units,
+    least: NDArray[np.int64],
+    slow: NDArray[np.int64],
+    intensity: float,
+    tau: float,
+    setting: Setting,
+) -> float:
+    """Rank-seconds that the slow units expose at least; infinite where one meets τ at no degree."""
     base = fixed_seconds(setting.coefficients)
-    have = (tau - base) * setting.ranks
     exposed = 0.0
     for place in range(slow.size):
         unit = slow[place]
@@ -338,10 +372,39 @@ def _ranks_suffice(
         while degree <= setting.ranks and unit_seconds(units, unit, degree, setting) > tau:
             degree = degree_after(units, unit, degree, tau, setting)
         if degree > setting.ranks:
-            return False
-        crosses = degree > setting.ranks_per_node
-        per_token = passing_seconds(degree, crosses, setting.coefficients)
+            return np.inf
+        per_token = passing_seconds(degree, degree > setting.ranks_per_node, setting.coefficients)
         if per_token > intensity:
             attention = attention_seconds(units.squares[unit], setting.coefficients)
             exposed += per_token * float(units.total[unit]) - attention
-    return bool(work_s + exposed <= have * (1 + 1e-9))
+    return exposed
+
+
+@leaf
+def _exposed_by_length(units: Units, intensity: float, tau: float, setting: Setting) -> float:
+    """The same of units that fall: those of one degree lie together, so that there is one look at
+    each degree, and none at units that one rank ends. O(ranks + slow units)."""
+    budget_s = tau - fixed_seconds(setting.coefficients)
+    alone, longest = units.total.size, longest_within(1, tau, setting)
+    unit = -1  # the last that one rank does not end
+    while alone - unit > 1:
+        middle = (alone + unit) // 2
+        if units.total[middle] > longest:
+            unit = middle
+        else:
+            alone = middle
+    exposed, degree = 0.0, 1
+    while unit >= 0:
+        degree = wider_degree(degree, units, unit, budget_s, setting)
+        crosses = degree > setting.ranks_per_node
+        ring_s = ring_seconds(float(units.total[unit]), degree, crosses, setting.coefficients)
+        if degree > setting.ranks or ring_s > budget_s:  # a ring only slows down as it widens
+            return np.inf
+        longest = longest_within(degree, tau, setting)
+        per_token = passing_seconds(degree, crosses, setting.coefficients)
+        while unit >= 0 and units.total[unit] <= longest:
+            if per_token > intensity:
+                attention = attention_seconds(units.squares[unit], setting.coefficients)
+                exposed += per_token * float(units.total[unit]) - attention
+            unit -= 1
+    return exposed

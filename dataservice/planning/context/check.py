@@ -120,9 +120,10 @@ def _times_on_ranks(
             size = float(tokens[sample])
             work += work_seconds(size, weight * size * size, setting.coefficients)
         crosses = False
-        node = ranks[first] // setting.ranks_per_node
-        for at in range(first, rank_offsets[group + 1]):
-            crosses = crosses or ranks[at] // setting.ranks_per_node != node
+        if degree > 1:  # divisions are what this takes, and most groups are of one rank
+            node = ranks[first] // setting.ranks_per_node
+            for at in range(first + 1, rank_offsets[group + 1]):
+                crosses = crosses or ranks[at] // setting.ranks_per_node != node
         padded_tokens[group] = total
         seconds[group] = group_seconds(float(total), squares, degree, crosses, setting.coefficients)
     return padded_tokens, seconds, work

@@ -15,7 +15,6 @@ Shapes as in `many`: n samples, known by their place when sorted longest first; 
 that of all samples, short ones too, in replica-seconds at degree 1.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +35,7 @@ from dataservice.planning.context.many_waves import (
     list_groups_widest,
 )
 from dataservice.planning.context.seconds import fixed_seconds, group_rates, work_seconds
-from dataservice.planning.context.units import Setting, Units, next_degree
+from dataservice.planning.context.units import Setting, Units, longest_within, wider_degree
 from dataservice.planning.kernels.compile import kernel, leaf
 
 _BISECTIONS = 24
@@ -165,10 +164,7 @@ def widths(
     budget_s = level_s - fixed_seconds(setting.coefficients)
     wide = 1
     while unit >= 0:
-        wide = next_degree(wide, setting)
-        if not setting.power_of_two:  # with fewer ranks there is no memory, or no time
-            wide = max(wide, long.total[unit] // setting.memory_tokens)
-            wide = max(wide, int(min(long.work[unit] / budget_s * (1 - 1e-12), 1e9)))
+        wide = wider_degree(wide, long, unit, budget_s, setting)
         rates = group_rates(wide, wide > setting.ranks_per_node, setting.coefficients)
         # A ring only slows down as it widens.
         ring_s = rates.ring * float(long.total[unit]) + rates.hops
@@ -183,29 +179,6 @@ def widths(
             slots += wide
             unit -= 1
     return degree, slots, exposed_s
-
-
-@leaf
-def longest_within(degree: int, level_s: float, setting: Setting) -> int:
-    """Tokens of the longest sample that so many ranks hold and compute within the level, alone and
-    without full attention; 0 where none is short enough."""
-    rates = group_rates(degree, degree > setting.ranks_per_node, setting.coefficients)
-    budget_s = level_s - rates.fixed
-    if budget_s <= 0:
-        return 0
-    longest = float(setting.memory_tokens * degree)
-    slowest_s = rates.linear * longest + max(
-        rates.attention * longest * longest, rates.ring * longest + rates.hops
-    )
-    if slowest_s > budget_s:
-        # linear·s + ring·s + hops and linear·s + attention·s² are within the budget.
-        if (rates.linear + rates.ring) * longest + rates.hops > budget_s:
-            longest = (budget_s - rates.hops) / (rates.linear + rates.ring)
-        if (rates.linear + rates.attention * longest) * longest > budget_s:
-            root = math.sqrt(rates.linear * rates.linear + 4 * rates.attention * budget_s)
-            longest = 2 * budget_s / (rates.linear + root)
-    chunk = 2 * degree if degree > 1 else 1
-    return max(0, int(longest * (1 + 1e-12))) // chunk * chunk
 
 
 def level_groups(

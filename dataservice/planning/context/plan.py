@@ -78,21 +78,26 @@ def _place(
             ends[group] = _fill(placed, ends[group], start, free, whole, ranks_per_node)
             left[group] -= ranks_per_node
             whole += 1
-    # What is left of wide groups takes its turn among the narrow ones, widest first.
-    turns, _ = group_stable(np.maximum(ranks_per_node - left, 0), order, ranks_per_node + 1)
+    # What is left of wide groups takes its turn, widest first.
+    wide, count = np.empty(order.size, np.int64), 0
+    for group in order:
+        wide[count] = group
+        count += 1 < left[group] < ranks_per_node
+    wide = wide[:count]
+    turns, _ = group_stable(ranks_per_node - left, wide, ranks_per_node)
     hints = np.zeros(ranks_per_node + 1, np.int64)
-    first_free = 0
     for group in turns:
-        node = -1
-        if left[group] == 1:  # the many groups of one rank, placed last, fill the nodes in turn
-            while first_free < nodes and free[first_free] == 0:
-                first_free += 1
-            node = first_free if first_free < nodes else -1
-        elif 0 < left[group] < ranks_per_node:
-            node = _tightest(free, hints, left[group])
+        node = _tightest(free, hints, left[group])
         if node >= 0:
             ends[group] = _fill(placed, ends[group], start, free, node, left[group])
             hints[free[node]] = min(hints[free[node]], node)
+    first_free = 0  # the many groups of one rank, placed last, fill the nodes in turn
+    for group in order:
+        if left[group] == 1:
+            while first_free < nodes and free[first_free] == 0:
+                first_free += 1
+            if first_free < nodes:
+                ends[group] = _fill(placed, ends[group], start, free, first_free, 1)
     for group in order:
         while ends[group] < offsets[group + 1]:
             crosses[group] = True

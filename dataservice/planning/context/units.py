@@ -3,6 +3,7 @@
 The kernels of this family share two named tuples: `Units`, the work, and `Setting`, the machine.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from dataservice.core.errors import PlanningError
 from dataservice.core.plan_options import algorithm_named
 from dataservice.planning.context.seconds import (
     fixed_seconds,
+    group_rates,
     group_seconds,
     ring_seconds,
     work_seconds,
@@ -130,6 +132,40 @@ def degree_after(units: Units, unit: int, degree: int, target_s: float, setting:
         return setting.ranks + 1
     linear_s = work_seconds(float(units.total[unit]), 0.0, setting.coefficients)
     return max(wider, int(min(linear_s / left_s * (1 - 1e-9), setting.ranks + 1.0)))
+
+
+@leaf
+def wider_degree(degree: int, units: Units, unit: int, budget_s: float, setting: Setting) -> int:
+    """The next degree after `degree` at which the unit may fit and end within β₁ + `budget_s`: with
+    fewer ranks there is no memory, or no time."""
+    wider = next_degree(degree, setting)
+    if not setting.power_of_two:
+        wider = max(wider, units.total[unit] // setting.memory_tokens)
+        wider = max(wider, int(min(units.work[unit] / budget_s * (1 - 1e-12), 1e9)))
+    return wider
+
+
+@leaf
+def longest_within(degree: int, level_s: float, setting: Setting) -> int:
+    """Tokens of the longest sample that so many ranks hold and compute within the level, alone and
+    without full attention; 0 where none is short enough."""
+    rates = group_rates(degree, degree > setting.ranks_per_node, setting.coefficients)
+    budget_s = level_s - rates.fixed
+    if budget_s <= 0:
+        return 0
+    longest = float(setting.memory_tokens * degree)
+    slowest_s = rates.linear * longest + max(
+        rates.attention * longest * longest, rates.ring * longest + rates.hops
+    )
+    if slowest_s > budget_s:
+        # linear·s + ring·s + hops and linear·s + attention·s² are within the budget.
+        if (rates.linear + rates.ring) * longest + rates.hops > budget_s:
+            longest = (budget_s - rates.hops) / (rates.linear + rates.ring)
+        if (rates.linear + rates.attention * longest) * longest > budget_s:
+            root = math.sqrt(rates.linear * rates.linear + 4 * rates.attention * budget_s)
+            longest = 2 * budget_s / (rates.linear + root)
+    chunk = 2 * degree if degree > 1 else 1
+    return max(0, int(longest * (1 + 1e-12))) // chunk * chunk
 
 
 @leaf
