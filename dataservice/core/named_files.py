@@ -15,6 +15,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+MOST_COPIED_BYTES = 16 * 2**20
+"""Of a file that is copied where its library opens it by its name: descriptions of models, which
+have some KiB, or a MiB or two with the names of twenty thousand classes."""
+
 Holds = Callable[[str], bool]
 """Whether the file of a real path may be read."""
 _holds: ContextVar[Holds | None] = ContextVar("holds", default=None)
@@ -48,15 +52,19 @@ def read_named(path: Path) -> bytes:
 @contextmanager
 def named_folder(folder: str, names: Sequence[str]) -> Iterator[str]:
     """A folder with these files of `folder`, as far as they are there, for libraries that open them
-    by their names: a copy where files are judged, for as long as the context lasts."""
+    by their names: a copy where files are judged, for as long as the context lasts. Raises OSError
+    where one cannot be read, or is too large to be copied."""
     if _holds.get() is None:
         yield folder
         return
     copy = tempfile.mkdtemp(prefix="dataservice-named-")
     try:
         for name in names:
-            if (Path(folder) / name).exists():
-                (Path(copy) / name).write_bytes(read_named(Path(folder) / name))
+            if (path := Path(folder) / name).exists():
+                size_bytes = len(data := read_named(path))
+                if size_bytes > MOST_COPIED_BYTES:
+                    raise OSError(errno.EFBIG, f"it has {size_bytes:,} bytes", str(path))
+                (Path(copy) / name).write_bytes(data)
         yield copy
     finally:
         shutil.rmtree(copy, ignore_errors=True)

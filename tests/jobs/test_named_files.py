@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from dataservice.core.errors import SpecError
-from dataservice.core.named_files import judged_by, read_named
+from dataservice.core.named_files import MOST_COPIED_BYTES, judged_by, named_folder, read_named
 from dataservice.decode.processors.transformers_image import TransformersImageSpec
 from dataservice.decode.spec import PipelineSpec
 from dataservice.jobs.sample_pipeline import decoder_of, pipeline_json, pipeline_of, worker_pipeline
@@ -47,3 +47,19 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with judged_by(lambda path: True), pytest.raises(OSError, match="no plain file"):
         read_named(tmp_path / "pipe")
+
+
+def test_no_large_file_of_a_team_is_copied_to_where_all_teams_need_room(tmp_path, monkeypatch):
+    team, room = tmp_path / "team", tmp_path / "room"
+    for folder in (team, room):
+        folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(room))
+    names = ["config.json", "other.json"]
+    (team / "config.json").write_text("{}")
+    with judged_by(lambda path: True), named_folder(str(team), names) as copy:
+        assert os.listdir(copy) == ["config.json"]
+    with (team / "other.json").open("wb") as file:
+        file.truncate(MOST_COPIED_BYTES + 1)
+    with judged_by(lambda path: True), pytest.raises(OSError, match="it has 16,777,217 bytes"):
+        named_folder(str(team), names).__enter__()
+    assert os.listdir(room) == []

@@ -179,6 +179,8 @@ def _loaded(folder: str) -> Any:
             return transformers.AutoImageProcessor.from_pretrained(
                 named, local_files_only=True, trust_remote_code=False
             )
+    except MemoryError:
+        raise  # told with the limit
     except Exception as error:  # whatever is wrong with the files, or missing for that processor
         raise SpecError(
             f"transformers {_release('transformers')} has no image processor for the vision folder "
