@@ -18,6 +18,7 @@ from dataservice.sources.patterns import expand
 
 LOCAL = re.compile(r"^(file|local)://")
 GLOB = re.compile(r"[*?\[]")
+_USER = re.compile(r"(?<=://)[^/\s]*@")  # of a URL, with a password or a key
 TEAM = "{team}"
 
 
@@ -43,14 +44,15 @@ class Roots:
     def require(self, place: str, what: str, asked: str = "allowed_roots") -> None:
         """Raises SpecError unless a path, URL or pattern lies under a root; `asked` is where the
         operator has them."""
+        shown = _USER.sub("***@", place)  # refusals are logged
         try:
             single = expand(place)
         except ValueError as error:
-            raise SpecError(f"{what} is {place!r}: {error}. Correct it.") from error
+            raise SpecError(f"{what} is {shown!r}: {error}. Correct it.") from error
         if not all(self.hold(each) for each in single):
             roots = ", ".join((*self.folders, *self.urls)) or "nothing"
             raise SpecError(
-                f"{what} is {place!r}, which this service does not read. It reads under {roots}. "
+                f"{what} is {shown!r}, which this service does not read. It reads under {roots}. "
                 "Move the files there, or ask the operator to add their place to "
                 f"{asked}."
             )

@@ -91,6 +91,25 @@ def test_what_does_not_is_refused_with_what_is(home: Path, roots: Roots, place: 
         roots.require(place.replace("HOME", str(home)), "url")
 
 
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [
+        ("https://ann:hunter2@data.test/open/a.tar", "https://***@data.test/open/a.tar"),
+        ("https://ann:hunter@2@data.test/a.tar", "https://***@data.test/a.tar"),
+        ("s3://ann:hunter2@bucket/vision", "s3://***@bucket/vision"),
+        ("https://ann:hunter2@data.test/{", "https://***@data.test/{"),
+        ("s3://bucket/audio/a@b.tar", "s3://bucket/audio/a@b.tar"),
+    ],
+)
+def test_a_password_in_a_url_is_not_told_where_refusals_are_logged(
+    roots: Roots, place: str, shown: str
+) -> None:
+    with pytest.raises(SpecError) as refused:
+        roots.require(place, "url")
+    assert f"url is {shown!r}" in str(refused.value)
+    assert "hunter" not in str(refused.value)
+
+
 def test_a_root_of_teams_is_not_for_those_without_one(home: Path) -> None:
     roots = Roots.of([f"{home}/{{team}}", f"{home}/audio"], "")
     assert roots.folders == (f"{home}/audio",)
