@@ -9,10 +9,16 @@ from ipaddress import IPv6Address, ip_address
 EVERY_HOST = frozenset({"", "*", "0.0.0.0", "::"})
 """Hosts that are every address of this machine, of either family."""
 
+_URLS = ("http://", "https://", "grpc://", "grpcs://", "tcp://")  # none is a scheme of gRPC's
+
 
 def split_address(address: str) -> tuple[str, str]:
     """(host without brackets, text behind the last colon). Raises ValueError where there is no
-    colon, or an IPv6 host without brackets."""
+    colon, or an IPv6 host without brackets, or it is a URL."""
+    if address.startswith(_URLS):
+        raise ValueError(
+            f"address {address!r} is a URL. Write host:port alone, such as 10.0.0.5:50051."
+        )
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1]):
         return host[1:-1], port

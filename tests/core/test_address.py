@@ -50,6 +50,12 @@ def test_what_is_no_host_and_port_is_refused(address):
         split_address(address)
 
 
+@pytest.mark.parametrize("scheme", ["http", "https", "grpc", "tcp"])
+def test_a_url_is_no_address(scheme):
+    with pytest.raises(SpecError, match=r"is a URL. Write host:port alone"):
+        split_address(f"{scheme}://data-service:50051")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
 def test_loopback_stays_on_this_machine(host):
     assert is_loopback(host)
