@@ -1,16 +1,17 @@
 """The audit log: who changed what, and who was refused, one JSON object a line.
 
 Contract. Lines are only ever appended, each by one write. After the file was moved away it is
-opened anew under its name, so every kind of log rotation works. When a line cannot be written, the
-call goes on and the service's own log says so. No token is ever in the file. A new file belongs to
-its owner alone; an existing one keeps its group permissions, which a log collector may need, but
-none for others.
+opened anew under its name, so every kind of log rotation works. When a line cannot be written, or
+not whole, the call goes on and the service's own log says so. No token is ever in the file. A new
+file belongs to its owner alone; an existing one keeps its group permissions, which a log collector
+may need, but none for others.
 
-No team fills the disk, or leaves others no room to be recorded: each has so many lines at once, and
+No team floods the file, or leaves others no room to be recorded: each has so many lines at once, and
 so many a second in the long run. Of refusals and of sessions more are only counted; changes are
 recorded all, so that more are refused before they are made.
 """
 
+import errno
 import json
 import logging
 import os
@@ -82,6 +83,7 @@ class AuditLog:
         self._lock = threading.Lock()
         self._allowances: dict[tuple[str, str], Allowance] = {}
         self._left_out: Counter[tuple[str, str]] = Counter()
+        self._torn = False  # the last line, where the disk was full
         try:
             self._file = self._opened()
         except OSError as error:
@@ -140,7 +142,10 @@ class AuditLog:
         line = _TOKEN.sub(f"{TOKEN_PREFIX}...", json.dumps(plain)) + "\n"
         try:
             self._follow()
-            os.write(self._file, line.encode())
+            data = f"\n{line}".encode() if self._torn else line.encode()
+            self._torn = os.write(self._file, data) < len(data)
+            if self._torn:
+                raise OSError(errno.ENOSPC, "it was written in part")
             for key in untold:
                 del self._left_out[key]
         except OSError as error:
@@ -156,4 +161,4 @@ class AuditLog:
         if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
             fresh = self._opened()
             os.close(self._file)
-            self._file = fresh
+            self._file, self._torn = fresh, False

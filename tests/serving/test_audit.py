@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 
 import grpc
 import grpc.aio
@@ -217,3 +218,21 @@ def test_a_log_that_is_made_is_its_owner_s_alone_and_one_that_is_there_its_group
         assert path.stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
+
+
+def test_a_line_that_a_full_disk_cut_off_spoils_no_other(tmp_path, caplog):
+    audit, file = AuditLog(tmp_path / "audit.log"), tmp_path / "audit.log"
+    audit.change(event(job="vision/first"))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, most[1]))
+    try:
+        audit.change(event(job="vision/cut-off"))
+        audit.change(event(job="vision/not-begun"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    audit.change(event(job="vision/last"))
+    audit.close()
+    assert caplog.text.count("misses a line") == 2
+    first, torn, last = file.read_text().splitlines()
+    assert [json.loads(line)["job"] for line in (first, last)] == ["vision/first", "vision/last"]
+    assert len(torn) == 20
