@@ -132,6 +132,11 @@ def read_tokens(path: Path) -> list[TokenEntry]:
         raise SpecError(
             f"the tokens file {path} is not a list of tokens: {where}: {found['msg']}. {remedy}"
         ) from None
+    except (ValueError, LookupError, AttributeError):  # of PyYAML, whose words may show a token
+        raise SpecError(
+            f"the tokens file {path} has a value that cannot be read, such as a date that is in no "
+            f"calendar. {remedy}"
+        ) from None
     for key in ("name", "sha256"):
         values = [getattr(record, key) for record in records]
         if twice := sorted({value for value in values if values.count(value) > 1}):

@@ -6,6 +6,7 @@ import resource
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from traceback import format_exception
 
 import grpc
 import grpc.aio
@@ -284,7 +285,9 @@ async def test_tokens_are_added_and_taken_away_without_a_restart(service, ask):
     assert (await ask("ListJobs", "fresh"))[0] is Code.OK
 
 
-@pytest.mark.parametrize("broken", ["", "- name: [", "- {name: a, token: dst_x}", None])
+@pytest.mark.parametrize(
+    "broken", ["", "- name: [", "- {name: a, token: dst_x}", "- {expires: 2026-11-31}", None]
+)
 async def test_a_tokens_file_that_breaks_keeps_the_old_ones(service, ask, caplog, broken):
     service.tokens.unlink() if broken is None else service.tokens.write_text(broken)
     assert (await ask("ListJobs", "vision"))[0] is Code.OK
@@ -434,6 +437,14 @@ def test_a_tokens_file_that_is_wrong_says_where(tmp_path, entries, told):
     (tmp_path / "tokens").write_text(yaml.safe_dump(entries))
     with pytest.raises(SpecError, match=f"tokens file .*{told}"):
         read_tokens(tmp_path / "tokens")
+
+
+@pytest.mark.parametrize("value", ["2026-11-31", "!!bool dst_x", "!!int dst_x"])
+def test_a_value_that_is_none_is_told_without_showing_it(tmp_path, value):
+    (tmp_path / "tokens").write_text(f"- {{name: a, expires: {value}}}")
+    with pytest.raises(SpecError, match="has a value that cannot be read, such as a date") as told:
+        read_tokens(tmp_path / "tokens")
+    assert "dst_x" not in "".join(format_exception(told.value))
 
 
 def test_a_token_is_random_recognisable_and_in_the_file_only_as_its_hash(tmp_path):
