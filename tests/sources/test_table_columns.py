@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, Features, Json, List
 
 from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.limits import DecodeLimits
@@ -156,6 +157,21 @@ def test_what_cannot_be_read_as_it_is_kept_is_refused_by_name(tmp_path, spec, na
     with pytest.raises(SourceError, match=rf"column '{name}' is read as .*ignore: \[{name}\]"):
         samples(spec, path)
     assert len(samples(spec, path, ignore=(name,))) == 1
+
+
+def test_pieces_of_json_are_refused_with_the_way_to_write_them(tmp_path, spec):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "calls": {}}]
+    rows = Dataset.from_dict({"messages": [turns]}, features=Features(messages=List(Json())))
+    path = tmp_path / "a.parquet"
+    rows.to_parquet(path)
+    with pytest.raises(SourceError, match=r"column 'messages' .*JSON.*\.rename_column\('other'"):
+        samples(spec, path)
+    written = rows.map(
+        lambda row: {"other": json.dumps(row["messages"])}, remove_columns="messages"
+    )
+    written.rename_column("other", "messages").to_parquet(path)
+    (sample,) = samples(spec, path)
+    assert sample.record["messages"] == turns
 
 
 def test_media_nested_in_other_features_are_refused_by_name(tmp_path, spec):

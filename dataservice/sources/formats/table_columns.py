@@ -116,6 +116,15 @@ def _most_alike(column: str, names: Sequence[str]) -> list[str]:
 
 
 def _unreadable(field: "pa.Field[Any]", owner: str, use: str) -> SourceError:
+    if "arrow.json" in str(field.type):  # datasets' feature Json, as it loads calls of tools
+        name = field.name
+        return SourceError(
+            f"{owner}: column {name!r} {use}, and holds pieces of JSON, of type "
+            f"{field.type!s:.200}. Write each row as one string of JSON (in datasets: "
+            f"map(lambda row: {{'other': json.dumps(row[{name!r}])}}, remove_columns={name!r})"
+            f".rename_column('other', {name!r})); or write ignore: [{name}] in the source if it is "
+            "no part of a sample."
+        )
     return SourceError(
         f"{owner}: column {field.name!r} {use}, and is of type {field.type!s:.200}. Media are kept "
         "as struct{bytes, path}, as the bytes of their files, as paths, or as lists of these "
