@@ -278,6 +278,11 @@ def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
             (),
             r"has context, which 'question' and 'answer' do not show.*ignore: \[context\]",
         ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "system": ["Be brief."]},
+            (),
+            r"system is \['Be brief.'\], of type list; it must be a text",
+        ),
         ({"messages": [{"role": "user", "content": ""}]}, (), "empty"),
         (
             {"conversations": [{"from": "human", "value": "<image><image>"}]},
