@@ -13,7 +13,6 @@ restart of the coordinator the last attempt of each job is restored complete, an
 rejoin it one by one where they were.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from dataservice.engine.job_statistics import JobStatistics
 from dataservice.engine.loop import AttemptLoop, LoopPorts
 from dataservice.engine.running_job import RunningJob, was_deleted
 from dataservice.engine.skips import Skips
-from dataservice.engine.tasks import detach
+from dataservice.engine.tasks import to_its_end
 from dataservice.engine.threads import in_store
 
 log = logging.getLogger(__name__)
@@ -96,14 +95,11 @@ class Attempts:
             )
         return attempt
 
+    @to_its_end
     async def begin_for_all(self, job: RunningJob, attempt: Attempt) -> None:
         """Begin the attempt, also where the rank that came last is gone: the others wait too."""
-
-        async def begin() -> None:
-            async with job.beginning:
-                await self._begin(job, attempt)
-
-        await asyncio.shield(detach(begin()))
+        async with job.beginning:
+            await self._begin(job, attempt)
 
     async def _begin(self, job: RunningJob, attempt: Attempt) -> None:
         """All ranks are here: make the attempt durable, fence the older, start its loop."""

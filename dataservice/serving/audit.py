@@ -6,9 +6,9 @@ not whole, the call goes on and the service's own log says so. No token is ever 
 file belongs to its owner alone; an existing one keeps its group permissions, which a log collector
 may need, but none for others.
 
-No team floods the file, or leaves others no room to be recorded: each has so many lines at once, and
-so many a second in the long run. Of refusals and of sessions more are only counted; changes are
-recorded all, so that more are refused before they are made.
+No team floods the file, or leaves others no room to be recorded: each has so many lines at once,
+and so many a second in the long run. Of refusals and of sessions more are only counted; changes
+are recorded all, so that more are refused before they are made.
 """
 
 import errno
