@@ -32,6 +32,7 @@ from dataservice.sources.filesystem import (
     require_storage,
     translate,
 )
+from dataservice.sources.formats.content import is_text
 from dataservice.sources.kept_ranges import KeptRanges, version_of
 from dataservice.sources.opened import OpenedSource
 from dataservice.sources.patterns import expand
@@ -122,7 +123,7 @@ class Storage:
         in one of `suffixes`.
 
         Raises:
-            SourceError: a named file is missing, or there are no files.
+            SourceError: a named file is missing, or there are no files, or a name is no text.
         """
         found: dict[str, dict[str, object]] = {}
         missing: list[str] = []
@@ -143,6 +144,12 @@ class Storage:
             raise SourceError(
                 f"source {self._spec.name!r} is empty: no {' or '.join(suffixes)} file matches "
                 f"{self._spec.url!r}. Correct the source's url."
+            )
+        unwritable = next((path for path in found if not is_text(path)), None)
+        if unwritable is not None:
+            raise SourceError(
+                f"source {self._spec.name!r}: the file name {unwritable!r} is not in UTF-8, and an "
+                "index could not name the file. Rename it, or leave it out of the source's url."
             )
         root = self._root(found)
         files = [_source_file(info, path.removeprefix(root)) for path, info in found.items()]

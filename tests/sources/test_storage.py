@@ -1,5 +1,6 @@
 """Finding files: patterns, folders, and what is not there."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_a_name_with_the_signs_of_a_pattern_is_taken_as_it_is(tmp_path: Path, sp
     (tmp_path / "a[1]*.tar").write_bytes(b"")
     (file,) = list_files(spec(tmp_path / "a[1]*.tar", "webdataset"))
     assert file.path.endswith("a[1]*.tar")
+
+
+def test_a_file_name_that_is_not_in_utf8_is_refused_by_name(tmp_path: Path, spec: Spec) -> None:
+    (tmp_path / "a.tar").write_bytes(b"")
+    (tmp_path / os.fsdecode(b"b\xff.tar")).write_bytes(b"")
+    with pytest.raises(SourceError, match=r"b\\udcff.tar' is not in UTF-8.*Rename it"):
+        list_files(spec(tmp_path / "*.tar", "webdataset"))
 
 
 def test_missing_files_of_a_range_are_named(folder: Path, spec: Spec) -> None:
