@@ -266,8 +266,11 @@ class JobTable:
 
     async def statuses(self) -> list[JobStatus]:
         """All jobs by name, without their mixtures and versions, of which some are long."""
-        names = sorted(self.running)
-        return [replace(await self._status(name), mixture=None) for name in names]
+        return [
+            replace(await self._status(name), mixture=None)
+            for name in sorted(self.running)
+            if name in self.running  # else it was deleted meanwhile
+        ]
 
     async def status(self, name: str) -> JobStatus:
         """One job and its progress, with that of its validation."""

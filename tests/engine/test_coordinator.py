@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -21,10 +22,19 @@ from dataservice.core.topology import ReplicaLayout
 from dataservice.engine import loop, records
 from dataservice.engine.api import EndOfData
 from dataservice.engine.planner import plan_step
-from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
+from dataservice.state.memory import MemoryStateStore
+from tests.engine.sessions import (
+    leave,
+    only_missing,
+    open_all,
+    open_rank,
+    shard_of,
+    started,
+    train,
+)
 from tests.engine.support import make_coordinator, make_setup
 from tests.ledger import ledger_of
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 START = Cursor()
 
@@ -313,6 +323,28 @@ async def test_jobs_are_registered_once_listed_drained_and_deleted(store, books)
     await coordinator.delete("job")
     with pytest.raises(NotFoundError, match="no job 'job'; registered: none"):
         await coordinator.job("job")
+
+
+async def test_a_job_that_is_deleted_while_jobs_are_listed_is_left_out(books):
+    """An error would name it, and other jobs of its team, to whoever asked for the list."""
+    reading, go = threading.Event(), threading.Event()
+
+    class SlowStore(MemoryStateStore):
+        def quarantined_samples(self, job):
+            reading.set()
+            assert go.wait(LIMIT_S)
+            return super().quarantined_samples(job)
+
+    go.set()
+    coordinator = await started("a", "b", store=SlowStore(), books=books)
+    go.clear()
+    reading.clear()
+    listing = asyncio.create_task(coordinator.jobs())
+    await until(reading.is_set)
+    await coordinator.delete("b")
+    go.set()
+    assert [status.record.name for status in await listing] == ["a"]
+    await coordinator.stop()
 
 
 async def test_explain_plans_a_step_of_the_ledger_again(store, books):
