@@ -347,7 +347,13 @@ class JobTable:
         for job in jobs:
             if job.loop is not None:
                 await job.loop.stop()
-        await in_store(self._store.delete_job, *(job.record.name for job in jobs))
+        try:
+            await in_store(self._store.delete_job, *(job.record.name for job in jobs))
+        except ServiceError as error:
+            for job in jobs:
+                if job.attempt is not None:  # ranks that come back to it would wait for its loop
+                    job.attempt.end(error)
+            raise
         for job in jobs:
             del self.running[job.record.name]
             job.forget(was_deleted(job.record.name))

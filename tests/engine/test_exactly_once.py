@@ -43,6 +43,10 @@ class FullDisk(MemoryStateStore):
         self._room("put_job")
         super().put_job(*jobs, **more)
 
+    def delete_job(self, *names):
+        self._room("delete_job")
+        super().delete_job(*names)
+
     def put_attempt(self, attempt):
         self._room("put_attempt")
         super().put_attempt(attempt)
@@ -188,6 +192,22 @@ async def test_a_job_that_is_deleted_while_ranks_wait_for_others_tells_them():
     await deleting
     with pytest.raises(NotFoundError, match="was deleted"):
         await asyncio.wait_for(waiting, 120.0)
+    await coordinator.stop()
+
+
+async def test_trainers_of_a_job_that_could_not_be_deleted_are_told_and_may_begin_anew():
+    store = FullDisk()
+    coordinator = make_coordinator(store, Books(), make_setup())
+    await coordinator.submit("job", "")
+    sessions = await open_all(coordinator)
+    await train(coordinator, sessions, 0, 3)
+    leave(coordinator, sessions)
+    store.full = {"delete_job"}
+    with pytest.raises(StateError, match="disk is full"):
+        await coordinator.delete("job")
+    with pytest.raises(FencedError, match="which is over"):
+        await open_all(coordinator, rejoin=1)
+    assert len(await train(coordinator, await open_all(coordinator), 0, 6)) == 6
     await coordinator.stop()
 
 
