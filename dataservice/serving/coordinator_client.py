@@ -171,10 +171,9 @@ class CoordinatorClient:
             attempt=attempt or 0,
             content=content,
         )
-        with self._translated():
-            for answer in _each_within(
-                self._stub.ReplaySteps(request), REDECODED_S if content else self._timeout_s
-            ):
+        limit_s = REDECODED_S if content else self._timeout_s
+        with self._translated(limit_s):
+            for answer in _each_within(self._stub.ReplaySteps(request), limit_s):
                 yield wire_jobs.replayed_step_from_proto(answer)
 
     def skip(

@@ -147,7 +147,10 @@ def test_a_service_that_does_not_answer_in_time_is_named_too():
             client.jobs()
 
 
-async def test_a_replay_whose_next_step_does_not_come_is_given_up(api, coordinator, monkeypatch):
+@pytest.mark.parametrize(("content", "limit_s"), [(False, 1.0), (True, 3600.0)])
+async def test_a_replay_whose_next_step_does_not_come_is_given_up(
+    api, coordinator, monkeypatch, content, limit_s
+):
     seen, limits_s = [], []
 
     class Timer(threading.Timer):
@@ -169,15 +172,15 @@ async def test_a_replay_whose_next_step_does_not_come_is_given_up(api, coordinat
     def ask():
         with CoordinatorClient(coordinator, timeout_s=1.0) as client:
             try:
-                for step in client.replay("vlm", 0, 3):
+                for step in client.replay("vlm", 0, 3, content=content):
                     seen.append(step.step)
             except ServiceUnreachableError as error:
                 return str(error)
         raise AssertionError("it ended by itself")
 
     told = await asyncio.to_thread(ask)
-    assert (seen, limits_s) == ([0, 1, 2], [1.0] * 4)
-    assert "did not answer within 1 s" in told
+    assert (seen, limits_s) == ([0, 1, 2], [limit_s] * 4)
+    assert f"did not answer within {limit_s:g} s" in told
 
 
 async def test_an_errand_for_an_index_is_answered_as_it_is_carried_out(coordinator):
