@@ -57,7 +57,7 @@ from dataservice.engine.redecode import Redecoder
 from dataservice.engine.registration import OpenJob, Registration
 from dataservice.engine.running_job import RunningJob, was_deleted
 from dataservice.engine.step_threads import StepThreads
-from dataservice.engine.tasks import cancel_all, detach, to_its_end
+from dataservice.engine.tasks import cancel_all, to_its_end
 from dataservice.engine.threads import in_store
 from dataservice.engine.versions import (
     SetupOf,
@@ -257,11 +257,12 @@ class JobTable:
         already."""
         records = await self._openings.run(team, self._read_job, spec_yaml, base_directory, team)
 
+        @to_its_end
         async def register() -> None:
             async with self._registering[team]:  # two at a time would pass one quota
                 await self._registration.submit(records, max_jobs)
 
-        await asyncio.shield(detach(register()))  # whoever asked may be gone between store and us
+        await register()
         return await self.status(records[0].name)
 
     async def statuses(self) -> list[JobStatus]:
