@@ -45,6 +45,7 @@ from dataservice.operate.tokens_file import TokensFile
 from dataservice.operate.watchdog import Watchdog
 from dataservice.serving.access_control import AccessControl
 from dataservice.serving.audit import AuditLog
+from dataservice.serving.binding import require_free
 from dataservice.serving.health_ports import HealthPort, OwnRequest
 from dataservice.serving.server import ServerHandle, serve_coordinator, serve_worker
 from dataservice.serving.worker_link import GrpcWorkerLink
@@ -157,6 +158,7 @@ async def start_service(
         access = make_access_control(config, started)
         # Of two services over one state, the second takes no worker of the first.
         held = started.enter_context(hold(Path(config.state_dir)))
+        require_free(config.listen)  # before what takes minutes at a first start
         secret = shared_secret(config)
         pool = make_pool(config, secret, serve_worker)
         started.push_async_callback(pool.stop)

@@ -252,6 +252,7 @@ def test_a_port_in_use_is_named(cli, tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         said = serve(cli, tmp_path / "state", "--listen", address)
     says(said, f"cannot listen on {address}", "Stop what uses the port, or choose another")
+    assert "starting" not in said  # it is told before workers start and the planner is compiled
 
 
 def test_a_state_directory_that_another_service_holds_is_refused(cli, service):
