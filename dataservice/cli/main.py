@@ -345,6 +345,9 @@ def calibrate_model(
 
     if (model is None) == (measurements is None):
         raise SpecError("give either --model to measure it, or --measurements that were made.")
+    for flag, path in (("--out", out), ("--layers", layers)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise SpecError(f"{flag} {path} is in a folder that does not exist. Make it first.")
     with tempfile.TemporaryDirectory() as folder:
         source = measurements or Path(folder) / "measurements.json"
         if model is not None:

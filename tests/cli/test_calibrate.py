@@ -119,6 +119,7 @@ def test_rings_that_were_not_measured_are_pointed_out(cli, tmp_path):
         (("--model", "a:b", "--measurements", "m.json"), ["either --model"]),
         (("--model", "a:b", "--lengths", "many"), ["--lengths is 'many'; give whole numbers"]),
         (("--measurements", "nowhere.json"), ["nowhere.json cannot be read"]),
+        (("--model", "a:b", "--layers", "nowhere/l.yaml"), ["nowhere/l.yaml is in a folder"]),
     ],
 )
 def test_a_mistake_in_the_command_is_named(cli, tmp_path, arguments, parts):

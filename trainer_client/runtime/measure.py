@@ -297,6 +297,29 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank."""
     options = parser().parse_args(arguments)
+    try:
+        check(options)
+        _run(options)
+    except BadArgument as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises BadArgument for what would fail only in the middle of measuring, or behind it."""
+    tokens = (*options.lengths, *options.item_tokens, *options.exchanged_rows)
+    if (least := min(*tokens, *options.degrees, options.repeats)) < 1:
+        raise BadArgument(f"{least} is no number of tokens, rows or repeats; give 1 or more.")
+    dtype = getattr(torch, options.dtype or "float32", None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise BadArgument(f"--dtype {options.dtype!r} is no type of weights, such as bfloat16.")
+    writes = os.environ.get("RANK", "0") == "0"
+    if writes and not options.out.absolute().parent.is_dir():
+        raise BadArgument(f"--out {options.out} is in a folder that does not exist; make it first.")
+
+
+def _run(options: argparse.Namespace) -> None:
     device = _device(options.device)
     ranked = "RANK" in os.environ
     if ranked:
@@ -323,17 +346,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 more["layers"] = measure_layers(model, pool, options, now_s=clock.now_s, tell=tell)
             if first:
                 options.out.write_text(json.dumps(_report(found, options, pool, device) | more))
-    except BadArgument as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
     finally:
         if ranked:
             dist.destroy_process_group()
-    return 0
 
 
 def _device(name: str | None) -> torch.device:
-    chosen = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device of this rank. Raises BadArgument."""
+    there = torch.cuda.is_available()
+    try:
+        chosen = torch.device(name or ("cuda" if there else "cpu"))
+    except RuntimeError as error:
+        raise BadArgument(f"--device {name!r} is no device; give cpu or cuda.") from error
+    if chosen.type == "cuda" and not there:
+        raise BadArgument(f"--device {name!r}, and torch finds no GPU here; give cpu.")
     if chosen.type == "cuda":
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(chosen)

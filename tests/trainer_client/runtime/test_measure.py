@@ -155,3 +155,22 @@ def test_what_is_no_multimodal_model_is_refused_with_what_it_lacks():
         build_model("torch.nn:Identity", torch.device("cpu"), None)
     with pytest.raises(BadArgument, match="cannot be imported"):
         build_model("nowhere:build", torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        (("--degrees", "0"), "error: 0 is no number of"),
+        (("--lengths", "16", "-5"), "error: -5 is no number of"),
+        (("--repeats", "0"), "error: 0 is no number of"),
+        (("--dtype", "half-precision"), "error: --dtype 'half-precision' is no type of weights"),
+        (("--dtype", "int8"), "error: --dtype 'int8' is no type of weights"),
+        (("--device", "gpu"), "error: --device 'gpu' is no device"),
+        (("--out", "nowhere/m.json"), "error: --out nowhere/m.json is in a folder that does not"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_measured(capsys, mistake, told):
+    given = ("--model", "demo.model:DemoModel", "--out", "m.json", *mistake)
+    assert measure.main(given) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err[: len(told)]) == ("", told)
