@@ -124,7 +124,7 @@ def test_options_of_a_part_are_kept_to_be_refused_unless_they_are_ignored(
 
 @pytest.mark.parametrize(
     "path",
-    ["../secret.jpg", "/etc/passwd", "m/../../secret.jpg", "..", ".", "", "..\\secret.jpg",
+    ["../secret.jpg", "/etc/passwd", "m/../../secret.jpg", "..", ".", "..\\secret.jpg",
      "file:///etc/passwd", "s3://bucket/x.jpg", "a\0.jpg"],
 )  # fmt: skip
 def test_a_path_out_of_the_folder_is_refused(
@@ -137,6 +137,15 @@ def test_a_path_out_of_the_folder_is_refused(
     assert "inside the folder" in str(sample.raw)
     with pytest.raises(SampleError, match="inside the folder"):
         open_format(source).read(sample.key, sample.location)
+
+
+def test_an_empty_text_in_place_of_a_path_is_told_as_such(
+    tmp_path: Path, spec: Spec, write_jsonl: Write
+) -> None:
+    records = [{"image": "", "text": "a cat"}]  # as mixtures with texts alone have it
+    (sample,) = scan(spec(write_jsonl(tmp_path / "a.jsonl", records), "jsonl"))
+    assert isinstance(sample.raw, SampleError)
+    assert "key 'image' is an empty text" in str(sample.raw)
 
 
 @pytest.mark.parametrize(

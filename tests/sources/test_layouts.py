@@ -344,7 +344,7 @@ def test_parts_of_a_parquet_column_name_files_too(pictures: Path, spec: Spec) ->
         ({"type": "image", "image": "file:///etc/passwd"}, "inside the folder"),
         ({"type": "image", "image": "data:image/png,plain"}, "not base64"),
         ({"type": "image", "image": "data:image/png;base64,%%%"}, "which is not base64"),
-        ({"type": "video", "video": ["a.png", "b.png"]}, "must be a relative path"),
+        ({"type": "video", "video": ["a.png", "b.png"]}, "must be a relative path, or under a key"),
     ],
 )
 def test_a_part_that_cannot_be_read_is_refused(

@@ -43,8 +43,13 @@ def require_path(value: object, what: str) -> str:
     """A path that a record names. Raises SampleError when the value cannot be a path."""
     if not isinstance(value, str):
         raise SampleError(
-            f"{what} holds {quoted(value, 80)}; it must be a relative path or a list of them. "
-            "Store the file beside and its path here."
+            f"{what} holds {quoted(value, 80)}; it must be a relative path, or under a key of the "
+            "record a list of them. Store the file beside and its path here."
+        )
+    if not value:
+        raise SampleError(
+            f"{what} is an empty text, which is no path. Write null where a record has no file, or "
+            "take the key out."
         )
     parts = value.split("/") if len(value) <= _LONGEST_PATH else [value]
     if any(len(part.encode(errors="replace")) > _LONGEST_FILE_NAME for part in parts):
