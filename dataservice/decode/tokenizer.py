@@ -29,7 +29,7 @@ from dataservice.decode.word_tokens import WordTokens, word_tokens
 
 # Where a configuration names tokens of its model, such as image_token, besides keys of its own.
 _MODELS_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
-_LISTED = "added_tokens_decoder"
+_LISTED, _SPECIAL = "added_tokens_decoder", ("additional_special_tokens", "extra_special_tokens")
 _NO_NAMES = (
     " A name of the Hugging Face Hub is not downloaded: run, in Python, transformers.AutoTokenizer"
     ".from_pretrained('ORGANISATION/MODEL').save_pretrained('FOLDER'), and give the path of FOLDER."
@@ -296,7 +296,7 @@ def configured(
         path=path,
         folder=folder,
         named=named,
-        absent=_absent(tokenizer, config, named),
+        absent=_absent(tokenizer, config, named, folder),
         specials=specials,
         template=_template(folder, config),
         adds_bos=bool(adds_bos),
@@ -321,13 +321,18 @@ def _named_tokens(config: dict[str, object], folder: Path) -> dict[str, str]:
 
 
 def _absent(
-    tokenizer: TokenModel, config: dict[str, object], named: dict[str, str]
+    tokenizer: TokenModel, config: dict[str, object], named: dict[str, str], folder: Path
 ) -> dict[str, str]:
-    """The tokens that the configuration names and the vocabulary lacks; transformers adds them."""
-    listed = config.get(_LISTED)
-    entries = listed.items() if isinstance(listed, dict) else ()
-    others = {f"{_LISTED}: {number}": t for number, value in entries if (t := _token(value))}
-    return {n: t for n, t in {**named, **others}.items() if tokenizer.token_to_id(t) is None}
+    """The tokens that the configuration has and the vocabulary lacks, by their name or place there;
+    transformers adds them."""
+    older = {} if _LISTED in config else _object(folder / "added_tokens.json")
+    tokens = {**named, **{f"added_tokens.json: {number}": t for t, number in older.items()}}
+    for key in (_LISTED, *_SPECIAL):
+        listed = config.get(key)
+        pairs = enumerate(listed) if isinstance(listed, list) else []
+        for place, value in listed.items() if isinstance(listed, dict) else pairs:
+            tokens[f"{key}: {place}"] = _token(value) or ""
+    return {n: t for n, t in tokens.items() if t and tokenizer.token_to_id(t) is None}
 
 
 def _begins_with(tokenizer: TokenModel, token: str | None) -> bool:

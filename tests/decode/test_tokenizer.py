@@ -157,6 +157,7 @@ def test_a_template_is_given_the_tokens_that_transformers_gives_it(kitchen, samp
         (BEGINS, {"bos_token": "<begin>"}),
         ("{{ messages }}", {"bos_token": "<begin>", "add_bos_token": True}),
         ("<begin>{{ messages }}", {"added_tokens_decoder": {"9": {"content": "<begin>"}}}),
+        ("<begin>{{ messages }}", {"additional_special_tokens": ["<|im_end|>", "<begin>"]}),
     ],
 )
 def test_a_token_that_only_the_configuration_has_is_refused_where_it_would_be_written(
@@ -167,3 +168,10 @@ def test_a_token_that_only_the_configuration_has_is_refused_where_it_would_be_wr
         kitchen.pipeline()
     kitchen.configure(BEGINS, pad_token="<begin>")  # which it does not write
     kitchen.pipeline()
+
+
+def test_so_is_one_of_the_file_that_older_releases_kept_added_tokens_in(kitchen):
+    kitchen.configure("<begin>{{ messages }}")
+    (kitchen.folder / "added_tokens.json").write_text('{"<begin>": 900}')
+    with pytest.raises(SpecError, match=r"does not have '<begin>'.*'added_tokens\.json: 900'"):
+        kitchen.pipeline()
