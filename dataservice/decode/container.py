@@ -58,7 +58,8 @@ def opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[InputContainer]:
         text = str(error) or type(error).__name__
         raise SampleError(
             f"{blob.kind} {blob.name!r} ({len(blob.data):,} bytes) cannot be read: {text}. "
-            "The file is damaged or truncated; replace it or leave the sample out."
+            "The file is damaged or truncated; replace it or leave the sample out. Readable are "
+            f"{FORMATS.replace(',', ', ')}."
         ) from error
 
 

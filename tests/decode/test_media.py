@@ -271,6 +271,11 @@ def test_a_recording_is_no_clip(files):
         read_clip(files.blob("video", files.audio()), DEFAULT_LIMITS)
 
 
+def test_an_animation_is_no_clip_and_the_formats_of_clips_are_named(files):
+    with pytest.raises(SampleError, match=r"cannot be read: .*Readable are mov, mp4, "):
+        read_clip(files.blob("video", files.image(8, 8, "GIF")), DEFAULT_LIMITS)
+
+
 # ---- audio --------------------------------------------------------------------------------
 
 CODECS = [
