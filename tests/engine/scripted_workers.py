@@ -25,6 +25,7 @@ from dataservice.engine.dispatch import Dispatcher
 from dataservice.engine.pack_orders import pack_orders
 from dataservice.engine.placement import DispatchedStep
 from dataservice.engine.planner import plan_step
+from dataservice.engine.tasks import retrieve_error
 from tests.engine.support import make_setup
 from tests.one_order import OneByOne
 
@@ -115,7 +116,8 @@ class Workers(OneByOne):
         # As a worker does: a call that is cancelled does not stop the work.
         work = asyncio.create_task(self._decode(worker.worker, order))
         self.decoding.add(work)
-        work.add_done_callback(lambda _: (self.decoding.discard(work), work.exception()))
+        work.add_done_callback(self.decoding.discard)
+        work.add_done_callback(retrieve_error)
         return await asyncio.shield(work)
 
     async def _decode(self, name: str, order: PackOrder) -> PackReceipt:
