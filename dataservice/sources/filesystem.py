@@ -125,11 +125,18 @@ def translate(
 
 
 def open_filesystem(
-    url: str, options: Mapping[str, Any], owner: str, secret: Mapping[str, Any] = NO_SECRET
+    url: str,
+    options: Mapping[str, Any],
+    owner: str,
+    secret: Mapping[str, Any] = NO_SECRET,
+    roots: Roots | None = None,
 ) -> tuple[AbstractFileSystem, str]:
     """The file system of a URL, and the path in it. Raises SourceError, whose message begins with
-    `owner` and quotes nothing of `secret`, which are options too."""
+    `owner` and quotes nothing of `secret`, which are options too. Web servers lead nowhere beyond
+    `roots`, if given."""
     require_storage(url, {**options, **secret}, owner)
+    if roots is not None and _protocol_of(url) in ("http", "https"):
+        options = {**options, "get_client": partial(_client_within, roots)}
     opener = cast(
         Callable[..., tuple[AbstractFileSystem, str]],
         fsspec.core.url_to_fs,
@@ -146,6 +153,24 @@ def open_filesystem(
             f"{without_secrets(str(error), secret)}. Use a path, or a URL such as "
             "s3://bucket/folder/*.tar."
         ) from _shown(error, secret)
+
+
+async def _client_within(roots: Roots, **given: Any) -> Any:
+    """A client of web servers that follows a redirection only to what lies under the roots, as a
+    link is."""
+    import aiohttp  # of the file systems that need it
+
+    async def judge(_client: object, _context: object, told: Any) -> None:
+        headers = told.response.headers
+        to = told.url.join(type(told.url)(headers.get("Location") or headers.get("URI") or ""))
+        if not roots.hold(str(to)):
+            # fsspec may tell that there is no such file.
+            log.warning("a redirection from %s to %s is not followed", told.url.host, to.host)
+            raise PermissionError(errno.EACCES, "its server redirects to where jobs may not read")
+
+    watched = aiohttp.TraceConfig()
+    watched.on_request_redirect.append(judge)
+    return aiohttp.ClientSession(**{**given, "trace_configs": [watched]})
 
 
 def _installing(url: str) -> str:

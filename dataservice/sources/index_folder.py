@@ -39,7 +39,7 @@ class IndexFolder:
         self._roots = roots
         self.source = source
         self.owner = f"index of source {source!r}"
-        self._fs, root = open_filesystem(index_dir, {}, self.owner)
+        self._fs, root = open_filesystem(index_dir, {}, self.owner, roots=roots)
         self.path = f"{root.rstrip('/')}/{source}"
 
     @property

@@ -78,11 +78,13 @@ class Storage:
         owner = f"source {spec.name!r}"
         for pattern in patterns:
             require_storage(pattern, options, owner)
-        self._fs, _ = open_filesystem(patterns[0], options, owner, self._secret)
+        self._fs, _ = open_filesystem(patterns[0], options, owner, self._secret, self._roots)
         self._local = "file" in protocols(self._fs)
         self._media_root = ""
         if spec.media_root:
-            media_fs, root = open_filesystem(spec.media_root, options, owner, self._secret)
+            media_fs, root = open_filesystem(
+                spec.media_root, options, owner, self._secret, self._roots
+            )
             if protocols(media_fs) != protocols(self._fs):
                 raise SourceError(
                     f"{owner}: its media_root {spec.media_root!r} lies in another storage than its "

@@ -12,6 +12,7 @@ from dataservice.sources.index_folder import IndexFolder
 from dataservice.sources.patterns import MOST_PATTERNS, expand
 from dataservice.sources.roots import Roots
 from dataservice.sources.storage import Storage
+from tests.web_store import StoreRequest, WebStore, running
 
 
 @pytest.fixture
@@ -195,3 +196,46 @@ def test_braces_that_stand_for_too_many_files_are_refused_without_writing_them_o
 )
 def test_braces_that_stand_for_some_are_written_out(url: str, patterns: int) -> None:
     assert len(expand(url)) == patterns
+
+
+class _Redirecting(StoreRequest):
+    """Sends whoever asks for `near` to another of its files, and for `away` to `elsewhere`."""
+
+    server: "_RedirectingStore"
+
+    def answer(self, path: str) -> None:
+        to = {"/open/near.jsonl": "a.jsonl", "/open/away.jsonl": self.server.elsewhere}
+        if path in to:
+            self.send(302, headers={"Location": to[path]})
+        else:
+            super().answer(path)
+
+
+class _RedirectingStore(WebStore):
+    request = _Redirecting
+    elsewhere = ""
+
+
+def test_a_web_server_leads_nowhere_beyond_the_roots(tmp_path: Path) -> None:
+    """A redirection is the link of a web server."""
+    for folder, text in (("ours/open", b"ours"), ("ours/shut", b"shut"), ("theirs", b"theirs")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.jsonl").write_bytes(text)
+    ours = _RedirectingStore(tmp_path / "ours", "")
+    with running(ours) as mine, running(WebStore(tmp_path / "theirs", "")) as other:
+        roots = Roots.of([f"{mine.url}/open"], "")
+        span = ByteSpan(name="x", offset_bytes=0, size_bytes=4)
+        for place in (f"{other.url}/a.jsonl", "/shut/a.jsonl"):
+            ours.elsewhere = place
+            url = f"{mine.url}/open/a.jsonl"
+            storage = Storage(SourceSpec(name="web", url=url, format="jsonl"), roots)
+            assert storage.read_spans(f"{mine.url}/open/near.jsonl", [span]) == [b"ours"]
+            away = f"{mine.url}/open/away.jsonl"
+            with pytest.raises(SourceError):
+                storage.read_spans(away, [span])
+            with pytest.raises(SourceError), storage.open(away) as stream:
+                stream.read()
+            with pytest.raises((SourceError, SampleError)):
+                storage.read_beside(url, "away.jsonl", DEFAULT_LIMITS)
+        assert other.asked == []
+        assert not [path for path, _ in mine.asked if path.startswith("/shut")]
