@@ -179,11 +179,12 @@ def expiry(text: str, now: datetime) -> datetime | None:
     with time, or `never` (None). Raises SpecError."""
     if text == "never":
         return None
-    if match := re.fullmatch(r"(\d{1,5})([hdw])", text):
-        unit = {"h": "hours", "d": "days", "w": "weeks"}[match[2]]
-        return now.replace(microsecond=0) + timedelta(**{unit: int(match[1])})
     try:
-        ends = datetime.fromisoformat(text)
+        if match := re.fullmatch(r"(\d{1,5})([hdw])", text):
+            unit = {"h": "hours", "d": "days", "w": "weeks"}[match[2]]
+            ends = now.replace(microsecond=0) + timedelta(**{unit: int(match[1])})
+        else:
+            ends = datetime.fromisoformat(text)
     except ValueError:
         raise SpecError(
             f"a token cannot expire at {text!r}. Give 90d, 12h, 4w, a date such as 2026-12-31, "

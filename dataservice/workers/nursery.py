@@ -239,6 +239,7 @@ def _in_words(status: int | None) -> str:
         return "was killed"
     if status >= 0:
         return f"ended by itself with status {status}"
-    name = signal.Signals(-status).name
+    known = {each.value: each.name for each in signal.Signals}  # of real-time ones not all
+    name = known.get(-status, f"signal {-status}")
     hint = ": by hand, or for want of memory" if name == "SIGKILL" else ""
     return f"died of {name}{hint}"

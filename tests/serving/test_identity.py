@@ -493,6 +493,6 @@ def test_an_end_is_a_time_from_now_a_date_or_never():
     assert expiry("90d", now) == datetime(2026, 4, 1, tzinfo=UTC)
     assert expiry("2026-12-31", now) == datetime(2026, 12, 31, tzinfo=UTC)
     assert expiry("never", now) is None
-    for wrong in ("90", "soon", "2025-12-31"):
+    for wrong in ("90", "soon", "2025-12-31", "0d"):
         with pytest.raises(SpecError, match=wrong):
             expiry(wrong, now)

@@ -87,6 +87,7 @@ def test_a_pipeline_that_kills_who_builds_it_is_refused(one, tmp_path):
     [
         ("segv", "died of SIGSEGV"),
         ("abort", "died of SIGABRT"),
+        ("realtime", "died of signal 40"),
         ("exit", "ended by itself with status 3"),
     ],
 )

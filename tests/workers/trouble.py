@@ -151,6 +151,7 @@ ACTS = {
     "hang": lambda decoder, raw: time.sleep(3600),
     "spin": spin,
     "segv": lambda decoder, raw: ctypes.string_at(0),
+    "realtime": lambda decoder, raw: os.kill(os.getpid(), 40),
     "abort": lambda decoder, raw: os.abort(),
     "exit": lambda decoder, raw: os._exit(3),
     "once": die_once,
