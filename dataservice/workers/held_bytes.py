@@ -38,18 +38,24 @@ class HeldBytes:
         """How many packs wait for room."""
         return len(self._waiting)
 
-    def add(self, key: PackKey, size_bytes: int) -> bool:
-        """Let a new pack in, or queue it; returns whether it is in. O(waiting)."""
+    def add(self, key: PackKey, size_bytes: int) -> list[PackKey]:
+        """Let a new pack in, or queue it; returns the packs that may begin. O(waiting), or as
+        `remove` where an earlier step than all of its job makes the others be needed later: what
+        waited behind them may have room."""
         steps = self._steps.setdefault(key.job, Counter())
         steps[key.step] += 1
-        self._first[key.job] = min(steps)
-        ahead = self._ahead(key)
+        before, first = self._first.get(key.job, key.step), min(steps)
+        self._first[key.job] = first
+        if first < before and self._waiting:
+            self._waiting[key] = size_bytes
+            return self._next_in()
+        ahead = key.step - first
         fits = self._held_bytes + size_bytes <= self._limit_bytes
         if not ahead or (fits and all(ahead < self._ahead(other) for other in self._waiting)):
             self._let_in(key, size_bytes)
-            return True
+            return [key]
         self._waiting[key] = size_bytes
-        return False
+        return []
 
     def ask(self, key: PackKey) -> bool:
         """A rank asks for this pack; returns whether this let it in from the queue."""

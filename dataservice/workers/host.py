@@ -241,10 +241,9 @@ class DecodingHost:
         let_in = self._room.add(order.key, planned_bytes(order))
         for arrival in arrivals:
             arrival.set_result(held)
-        if arrivals:
-            let_in = let_in or self._room.ask(order.key)
-        if let_in:
-            self._let_in([order.key])
+        if arrivals and self._room.ask(order.key):
+            let_in.append(order.key)
+        self._let_in(let_in)
         return held
 
     def _let_in(self, packs: Sequence[PackKey]) -> None:

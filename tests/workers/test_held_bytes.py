@@ -52,6 +52,16 @@ def test_room_goes_to_what_is_needed_soonest_and_small_packs_do_not_overtake():
     assert held.remove([key(1, job="a")]) == [key(2, job="a"), key(3, job="a")]
 
 
+def test_an_earlier_step_of_a_job_lets_others_in_that_waited_behind_its_later_ones():
+    held = HeldBytes(100)
+    held.add(key(0, job="a"), 50)
+    held.add(key(1, job="b"), 20)
+    assert held.add(key(2, job="b"), 40) == []
+    assert held.add(key(1, job="a"), 10) == [], "it would fit, and is needed no sooner"
+    assert held.add(key(0, job="b"), 10) == [key(0, job="b"), key(1, job="a")]
+    assert (held.held_bytes, held.waiting) == (90, 1)
+
+
 def test_what_is_released_before_it_was_let_in_leaves_no_trace():
     held = HeldBytes(10)
     held.add(key(0), 10)
@@ -77,8 +87,7 @@ def test_nothing_that_is_needed_waits_and_what_waits_has_no_room(history):
         name = key(step, pack, job)
         if act == "add" and name not in sizes:
             sizes[name] = size[0]
-            if held.add(name, size[0]):
-                inside.add(name)
+            inside |= set(held.add(name, size[0]))
         elif act == "ask" and name in sizes:
             asked.add(name)
             if held.ask(name):
@@ -115,8 +124,7 @@ def test_trainers_always_go_on_whichever_rank_is_ahead(limit, ready, ranks, pack
     while min(at) < steps:
         while ordered < min(steps, released + ready):
             for pack in range(packs):
-                if held.add(key(ordered, pack), order.randint(1, 100)):
-                    inside.add(key(ordered, pack))
+                inside |= set(held.add(key(ordered, pack), order.randint(1, 100)))
             ordered += 1
         can = [rank for rank in range(ranks) if at[rank] < ordered]
         rank = order.choice(can)
