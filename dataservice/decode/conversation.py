@@ -318,13 +318,12 @@ def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
 
 def _with_system(record: Mapping[str, object], messages: list[Message]) -> Conversation:
     """The conversation with the system prompt, which some datasets keep in a separate key."""
-    system = record.get("system")
-    if system and not isinstance(system, str):
-        raise SampleError(
-            f"system is {quoted(system, 60)}, of type {type(system).__name__}; it must be a text. "
-            "Write it so, or write ignore: [system] in the source to train without it."
-        )
-    if isinstance(system, str) and system:
+    if system := record.get("system"):
+        if not isinstance(system, str):
+            raise SampleError(
+                f"system is {quoted(system, 60)}, of type {type(system).__name__}; it must be a "
+                "text. Write it so, or write ignore: [system] in the source to train without it."
+            )
         first = Message(role="system", parts=(system,))
         own = [message.parts for message in messages if message.role == "system"]
         if own not in ([], [first.parts]):

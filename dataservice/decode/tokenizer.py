@@ -29,7 +29,8 @@ from dataservice.decode.word_tokens import WordTokens, word_tokens
 
 # Where a configuration names tokens of its model, such as image_token, besides keys of its own.
 _MODELS_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
-_LISTED, _SPECIAL = "added_tokens_decoder", ("additional_special_tokens", "extra_special_tokens")
+_LISTED = "added_tokens_decoder"
+_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 _NO_NAMES = (
     " A name of the Hugging Face Hub is not downloaded: run, in Python, transformers.AutoTokenizer"
     ".from_pretrained('ORGANISATION/MODEL').save_pretrained('FOLDER'), and give the path of FOLDER."

@@ -373,10 +373,7 @@ def _exposed(
             degree = degree_after(units, unit, degree, tau, setting)
         if degree > setting.ranks:
             return np.inf
-        per_token = passing_seconds(degree, degree > setting.ranks_per_node, setting.coefficients)
-        if per_token > intensity:
-            attention = attention_seconds(units.squares[unit], setting.coefficients)
-            exposed += per_token * float(units.total[unit]) - attention
+        exposed += _exposed_at(units, unit, degree, intensity, setting)
     return exposed
 
 
@@ -401,10 +398,17 @@ def _exposed_by_length(units: Units, intensity: float, tau: float, setting: Sett
         if degree > setting.ranks or ring_s > budget_s:  # a ring only slows down as it widens
             return np.inf
         longest = longest_within(degree, tau, setting)
-        per_token = passing_seconds(degree, crosses, setting.coefficients)
         while unit >= 0 and units.total[unit] <= longest:
-            if per_token > intensity:
-                attention = attention_seconds(units.squares[unit], setting.coefficients)
-                exposed += per_token * float(units.total[unit]) - attention
+            exposed += _exposed_at(units, unit, degree, intensity, setting)
             unit -= 1
     return exposed
+
+
+@leaf
+def _exposed_at(units: Units, unit: int, degree: int, intensity: float, setting: Setting) -> float:
+    """Rank-seconds that one unit exposes at least from this degree on."""
+    per_token = passing_seconds(degree, degree > setting.ranks_per_node, setting.coefficients)
+    if per_token <= intensity:
+        return 0.0
+    attention = attention_seconds(units.squares[unit], setting.coefficients)
+    return per_token * float(units.total[unit]) - attention
