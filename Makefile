@@ -40,7 +40,7 @@ check: $(READY)
 	$(BIN)/mypy --python-version 3.10 -p trainer_client -p dataservice_proto
 	$(BIN)/python -m tools.protos --check
 	$(BIN)/python -m tools.reference --check
-	$(BIN)/python -m pytest -q tests/architecture
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) tests/architecture
 
 bench: warm
 	$(BIN)/python -m benchmarks.planning
