@@ -51,6 +51,7 @@ from dataservice.serving.server import ServerHandle, serve_coordinator, serve_wo
 from dataservice.serving.worker_link import GrpcWorkerLink
 from dataservice.state.directory import SECRET, hold
 from dataservice.state.sqlite import SqliteStateStore
+from dataservice.workers.nursery import NurseryProcess
 
 if TYPE_CHECKING:
     from dataservice.sources.index_cache import IndexCache
@@ -160,7 +161,8 @@ async def start_service(
         held = started.enter_context(hold(Path(config.state_dir)))
         require_free(config.listen)  # before what takes minutes at a first start
         secret = shared_secret(config)
-        pool = make_pool(config, secret, serve_worker)
+        nursery = NurseryProcess()  # for the workers of this process and what opens jobs
+        pool = make_pool(config, secret, serve_worker, nursery)
         started.push_async_callback(pool.stop)
         tell(_starts_workers(config))
         staffing = asyncio.create_task(pool.start())
@@ -182,10 +184,10 @@ async def start_service(
             storage_profiles=config.storage_profiles,
             code_packages=config.packages,
             cache=make_index_cache(config),
+            nursery=nursery,
         )
         _stop_in_thread(started, ending, "what opens jobs", opener.close)
         tell("starting the process that opens jobs")
-        # From a thread that lives on: the kernel kills the processes when their parent thread ends.
         opening = _in_starting.begin(opener.start)
         try:  # meanwhile, as it waits for a process that loads libraries
             # In a thread, as a large one is checked and copied.

@@ -14,7 +14,7 @@ import psutil
 
 MARK = "SOAK_HOME"
 WORKER_TITLE = "WorkerProcess"
-DECODER_PROGRAM = "dataservice.workers.nursery_program decoder"
+NURSERY_PROGRAM = "dataservice.workers.nursery_program"
 END_LIMIT_S = 20.0
 
 
@@ -53,25 +53,21 @@ def workers(home: Path) -> list[psutil.Process]:
 
 
 def decoders(home: Path) -> list[psutil.Process]:
-    """The decoder processes: each is forked by a nursery, which runs the same program."""
-    running = _decoder_programs(home)
-    return [process for process in running.values() if _parent(process) in running]
+    """The decoder processes: each is forked by a nursery, and has a name of its own."""
+    return [process for process in family(home) if _of(process, "name") == "decoder"]
 
 
 def nurseries(home: Path) -> list[psutil.Process]:
-    """The processes that fork decoders, one per worker."""
-    running = _decoder_programs(home)
-    return [process for process in running.values() if _parent(process) not in running]
+    """The processes that have forked decoders: of a pool of Ray, one per worker."""
+    forking = {_of(decoder, "ppid") for decoder in decoders(home)}
+    return [process for process in family(home) if process.pid in forking]
 
 
-def _decoder_programs(home: Path) -> dict[int, psutil.Process]:
-    return {p.pid: p for p in family(home) if DECODER_PROGRAM in title(p)}
-
-
-def _parent(process: psutil.Process) -> int:
+def _of(process: psutil.Process, what: str) -> object:
+    """Its name or its parent; None where it has ended."""
     with contextlib.suppress(psutil.Error):
-        return int(process.ppid())
-    return 0
+        return getattr(process, what)()
+    return None
 
 
 def send(process: psutil.Process, number: signal.Signals) -> bool:

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import yaml
 
-from soak.processes import DECODER_PROGRAM, WORKER_TITLE, family, title
+from soak.processes import NURSERY_PROGRAM, WORKER_TITLE, family, title
 from soak.service import ROOT, ServiceProcess, child_environment, dataservice
 
 ROLES = {
-    DECODER_PROGRAM: "decoders",
+    NURSERY_PROGRAM: "decoders",
     WORKER_TITLE: "workers",
     "cli.main serve": "coordinator",
     "benchmarks.data.programs": "client",

@@ -70,7 +70,7 @@ from dataservice.workers.decoder_messages import (
     refusing,
     send_answer,
 )
-from dataservice.workers.nursery import Nursery
+from dataservice.workers.nursery import Nursery, NurseryProcess
 from dataservice.workers.nursery_program import LOWEST_PRIORITY
 
 Result = TypeVar("Result")
@@ -229,8 +229,10 @@ class JobOpener:
         storage_profiles: StorageProfiles = NO_PROFILES,
         code_packages: Sequence[str] | None = None,
         cache: IndexCache = NO_CACHE,
+        nursery: NurseryProcess | None = None,
     ) -> None:
-        """No process runs before `start`. `cache` keeps the rows of indexes."""
+        """No process runs before `start`. `cache` keeps the rows of indexes; `nursery` forks the
+        processes, and may be another's too."""
         program = OpenerProgram(
             custom_processors=custom_processors,
             limits=limits,
@@ -245,11 +247,12 @@ class JobOpener:
         self._late = LateIndexes(
             fetch=self._fetch, read=self._read_late, cache=cache, limits=limits
         )
-        self._nursery = Nursery(program, name="opener", memory_bytes=opening.memory_bytes)
+        self._nursery = Nursery(
+            program, name="opener", memory_bytes=opening.memory_bytes, process=nursery
+        )
 
     def start(self) -> None:
-        """Load the libraries. Call it from a thread that lives until the service stops. Raises
-        WorkerLostError."""
+        """Load the libraries. Raises WorkerLostError."""
         self._nursery.start()
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from dataservice.workers.host import DecodingHost
 from dataservice.workers.index_processes import IndexProcesses
 from dataservice.workers.kept_files import CacheSpec, name_of_folder
 from dataservice.workers.local_pool import LocalWorkerPool
+from dataservice.workers.nursery import NurseryProcess
 from dataservice.workers.pool import PoolConfig
 from dataservice.workers.process_decoders import ProcessDecoders
 from dataservice.workers.sample_pipelines import PipelineFactory
@@ -99,9 +100,14 @@ class ServeHost(Protocol):
 
 
 async def serve_worker_process(
-    settings: WorkerSettings, serve_host: ServeHost, worker: str
+    settings: WorkerSettings,
+    serve_host: ServeHost,
+    worker: str,
+    *,
+    nursery: NurseryProcess | None = None,
 ) -> ServedWorker:
-    """Serve one decoding worker from this process."""
+    """Serve one decoding worker from this process. `nursery` forks what this process has forked; a
+    worker that is given none has one of its own."""
     if not logging.getLogger().handlers:  # it is a process of its own
         configure_logging(json=settings.log_json)
     log.info("%s may have %d files and sockets open", worker, raise_descriptor_limit())
@@ -119,6 +125,7 @@ async def serve_worker_process(
         identity=LoadedThere(f"{PIPELINES}:content_identity"),
         hold_credentials=hold_credentials,
     )
+    nursery = nursery or NurseryProcess()
     decoders = ProcessDecoders(
         factory,
         slots=settings.slots,
@@ -129,6 +136,7 @@ async def serve_worker_process(
             settings, "decoded samples", settings.decoded_cache, settings.decoded_cache_bytes
         ),
         ranges=_cache_of(settings, "read bytes", settings.byte_cache, settings.byte_cache_bytes),
+        nursery=nursery,
     )
     host = DecodingHost(
         decoders, held_bytes=settings.held_bytes, read_ahead_bytes=settings.read_ahead_bytes
@@ -143,6 +151,7 @@ async def serve_worker_process(
         slots=settings.slots,
         code_owner=code_owner,
         memory_bytes=settings.decode_memory_bytes,
+        nursery=nursery,
     )
     opened = contextlib.ExitStack()
     opened.callback(host.close)
@@ -215,8 +224,11 @@ def _whereabouts(settings: WorkerSettings) -> Whereabouts:
     return Whereabouts(node=node, zone=zone, cache=name_of_folder(kept) if kept else "")
 
 
-def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> WorkerPool:
-    """The pool that the config names, not yet started; `serve_host` serves its workers' packs."""
+def make_pool(
+    config: ServiceConfig, secret: bytes, serve_host: ServeHost, nursery: NurseryProcess
+) -> WorkerPool:
+    """The pool that the config names, not yet started; `serve_host` serves its workers' packs, and
+    `nursery` forks the decoders of those in this process."""
     settings = WorkerSettings(
         host=config.worker_host,
         slots=config.slots_per_worker,
@@ -250,7 +262,7 @@ def make_pool(config: ServiceConfig, secret: bytes, serve_host: ServeHost) -> Wo
             slots_per_worker=config.slots_per_worker,
             start_timeout_s=config.worker_start_timeout_s,
         )
-        return LocalWorkerPool(serve=serve, config=size)
+        return LocalWorkerPool(serve=partial(serve, nursery=nursery), config=size)
     # Ray takes a third of a second to load, and a service with local workers has no use for it.
     from dataservice.workers.ray_pool import RayPoolConfig, RayWorkerPool
 

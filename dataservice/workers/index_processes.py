@@ -38,22 +38,22 @@ from dataservice.workers.decoder_messages import (
     plain_bytes,
     refused,
 )
-from dataservice.workers.nursery import ForkedProcess, Nursery
+from dataservice.workers.nursery import ForkedProcess, Nursery, NurseryProcess
 from dataservice.workers.nursery_program import Program
 
 Result = TypeVar("Result")
 
 # A sample of video takes a request or two; a file's last row group may be large.
 SILENT_S = 600.0
-IDLE_S = 60.0  # then the libraries that are loaded for it are given up
 SEND_LIMIT_S = 60.0
 CHUNK_BYTES = 2**20
 _KINDS = Kind.INLINE, Kind.MEMORY, Kind.BAD, Kind.REFUSED, Kind.DONE
 
 
 class IndexProcesses:
-    """The port IndexHost, by processes that run `program`. Made anywhere, used on one event loop.
-    Nothing is started before the first errand."""
+    """The port IndexHost, by processes that run `program`, each forked by `nursery`, which may be
+    another's too. Made anywhere, used on one event loop. Nothing is started before the first
+    errand."""
 
     def __init__(
         self,
@@ -63,19 +63,16 @@ class IndexProcesses:
         code_owner: Callable[[str], str | None],
         memory_bytes: int | None = None,
         silent_s: float = SILENT_S,
+        nursery: NurseryProcess | None = None,
     ) -> None:
-        self._program = program
+        self._nursery = Nursery(program, name="indexer", memory_bytes=memory_bytes, process=nursery)
         self._code_owner = code_owner
-        self._memory_bytes = memory_bytes
         self._silent_s = silent_s
         places = index_places(slots)
         self._free = asyncio.Semaphore(places)
         self._calls: set[_Call] = set()
-        self._nursery: Nursery | None = None
         self._closed = False
-        # The kernel ends a nursery together with the thread that started it.
-        self._forker = ThreadPoolExecutor(1, thread_name_prefix="index-fork")
-        self._readers = ThreadPoolExecutor(2 * places, thread_name_prefix="index-read")
+        self._threads = ThreadPoolExecutor(2 * places, thread_name_prefix="index")
 
     @property
     def process_ids(self) -> list[int]:
@@ -93,25 +90,23 @@ class IndexProcesses:
                         yield chunk
             finally:
                 call.kill()  # whichever thread waits for it comes back
-                self._readers.submit(self._ended, call)
-                asyncio.get_running_loop().call_later(IDLE_S, self._rest)
+                self._threads.submit(self._ended, call)
 
     def close(self) -> None:
         """End every process. Nothing begins any more."""
         self._closed = True
         for call in tuple(self._calls):
             call.kill()
-        if self._nursery is not None:
-            self._nursery.refuse()
-        self._forker.submit(self._dropped)
+        self._nursery.refuse()
+        self._threads.submit(self._nursery.close)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         self._require_open()
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _begin(self, order: IndexOrder) -> "_Call":
         self._require_open()
-        beginning = self._forker.submit(self._begun, order)
+        beginning = self._threads.submit(self._begun, order)
         try:
             return await asyncio.wrap_future(beginning)
         except asyncio.CancelledError:
@@ -125,8 +120,6 @@ class IndexProcesses:
     def _begun(self, order: IndexOrder) -> "_Call":
         self._require_open()
         own_code = self._code_owner(order.pipeline) is not None  # before a process waits: it raises
-        if self._nursery is None:
-            self._nursery = Nursery(self._program, name="indexer", memory_bytes=self._memory_bytes)
         process = self._nursery.fork()
         plain = {
             "pipeline": order.pipeline,
@@ -151,16 +144,6 @@ class IndexProcesses:
     def _ended(self, call: "_Call") -> None:
         call.close()
         self._calls.discard(call)
-
-    def _rest(self) -> None:
-        """Give up the nursery unless something runs."""
-        if not self._calls and not self._closed:
-            self._forker.submit(self._dropped)
-
-    def _dropped(self) -> None:
-        if (self._closed or not self._calls) and self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
 
 
 @dataclass(slots=True, eq=False)

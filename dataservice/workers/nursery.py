@@ -6,13 +6,16 @@ Contract.
            its children and started again; when that fails too, `fork` raises WorkerLostError.
   end      kills the child, whatever it is doing, and says how it ended. Never raises. Whether the
            child's nursery had died before it is known then.
-  close    kills nursery and children; nothing starts behind it, `start` and `fork` raise
-           WorkerLostError.
+  close    kills the children; nothing starts behind it, `start` and `fork` raise WorkerLostError.
 
-Safe to call from several threads; they take turns, and the nursery answers in milliseconds.
+Owners in one process may share one nursery: it loads their libraries once, and ends with the last
+owner. Safe to call from several threads; they take turns, and the nursery answers in milliseconds
+but for the first child of an owner, for which it loads what that runs.
 """
 
+import base64
 import contextlib
+import hashlib
 import json
 import os
 import pickle
@@ -23,8 +26,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from dataservice.core.credentials import without_credentials
 from dataservice.core.errors import WorkerLostError
@@ -38,6 +44,7 @@ GIVE_UP_S = 1.0
 FORK_TRIES = 5
 RETRY_PAUSE_S = 0.2
 PROGRAM = "dataservice.workers.nursery_program"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,35 +75,86 @@ class ForkedProcess:
 
 class Nursery:
     """Starts and ends processes that run `program`, each under `name` and with at most
-    `memory_bytes` of its own."""
+    `memory_bytes` of its own. They are forked by `process`, which other owners may share, or by one
+    that is for them alone."""
 
-    def __init__(self, program: Program, *, name: str, memory_bytes: int | None = None) -> None:
-        self._hello = pickle.dumps((program, memory_bytes))
+    def __init__(
+        self,
+        program: Program,
+        *,
+        name: str,
+        memory_bytes: int | None = None,
+        process: "NurseryProcess | None" = None,
+    ) -> None:
+        self._hello = base64.b64encode(pickle.dumps((name, program, memory_bytes))).decode()
+        self._key = hashlib.sha256(self._hello.encode()).hexdigest()
         self._name = name
-        self._lock = threading.Lock()
-        self._program: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._process = process or NurseryProcess()
+        self._its_turn = False
+        self._children: dict[int, ForkedProcess] = {}  # by their descriptor
+        self._children_lock = threading.Lock()
         self._closed = False
 
     def start(self) -> None:
-        """Start the nursery; it has loaded its libraries when this returns. Call it from a thread
-        that outlives the children: the kernel ends them together with that thread."""
-        with self._lock:
-            if self._control is None:
-                self._require_open()
-                self._start()
+        """Start the nursery; it has loaded what its children run when this returns. Raises
+        WorkerLostError."""
+        self._tried(self._ready)
 
     def fork(self) -> ForkedProcess:
-        """A new child."""
+        """A new child. Raises WorkerLostError."""
+        return self._tried(self._fork)
+
+    def end(self, child: ForkedProcess) -> str:
+        """Make sure that the child is dead; how it died, in words."""
+        child.kill()
+        status = None
+        if ends_within(child.process, DEATH_WAIT_S):
+            status = self._status(child)
+        with self._children_lock:
+            self._children.pop(child.process, None)
+        os.close(child.process)
+        child.orders.close()
+        return _in_words(status)
+
+    def refuse(self) -> None:
+        """Start no more children. A nursery that a thread of this owner is waiting for is
+        killed."""
+        self._closed = True
+        if self._process.lock.acquire(timeout=GIVE_UP_S):
+            self._process.lock.release()
+        elif self._its_turn:  # else the thread finds out that it is closed
+            self._process.kill()
+
+    def close(self) -> None:
+        """Kill the children, and the nursery unless it is another owner's too."""
+        with self._turn():
+            self._closed = True
+            with self._children_lock:
+                for child in self._children.values():
+                    child.kill()
+            self._process.leave(self)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._process.lock:
+            self._its_turn = True
+            try:
+                yield
+            finally:
+                self._its_turn = False
+
+    def _tried(self, work: Callable[[], Result | str]) -> Result:
+        """What this does, in as many tries as it may take; it raises OSError, or says why it could
+        not be done."""
         failure = ""
         for _ in range(FORK_TRIES):
-            with self._lock:
+            with self._turn():
                 try:
-                    made = self._fork()
+                    made = work()
                 except OSError as error:
                     made = str(error)
-                    self._stop()
-            if isinstance(made, ForkedProcess):
+                    self._process.stop()
+            if not isinstance(made, str):
                 return made
             failure = made
             time.sleep(RETRY_PAUSE_S)
@@ -105,118 +163,159 @@ class Nursery:
             "processes and memory, and in the log."
         )
 
-    def end(self, child: ForkedProcess) -> str:
-        """Make sure that the child is dead; how it died, in words."""
-        child.kill()
-        status = None
-        if ends_within(child.process, DEATH_WAIT_S):
-            status = self._status(child)
-        os.close(child.process)
-        child.orders.close()
-        return _in_words(status)
-
-    def refuse(self) -> None:
-        """Start no more children. A nursery that a thread is waiting for is killed."""
-        self._closed = True
-        if self._lock.acquire(timeout=GIVE_UP_S):
-            self._lock.release()
-        elif (program := self._program) is not None:  # else `_start` finds out that it is closed
-            program.kill()
-
-    def close(self) -> None:
-        """Kill the nursery, and its children with it."""
-        with self._lock:
-            self._closed = True
-            self._stop()
+    def _ready(self) -> None:
+        """Have the nursery running, with what the children run loaded. Raises OSError where there
+        is no nursery, WorkerLostError."""
+        if self._closed:
+            raise WorkerLostError("it has been stopped.")
+        self._process.enter(self)
+        try:
+            refusal = self._process.load(self._key, self._hello)
+        except TimeoutError as error:
+            self._process.stop()
+            refusal = str(error)
+        if refusal:
+            self._process.leave(self)
+            raise WorkerLostError(
+                f"{self._name} processes cannot start: {refusal}. What they run must be importable "
+                "in a fresh Python process; look in the log."
+            )
 
     def _fork(self) -> ForkedProcess | str:
         """A child, or the reason why the nursery could not fork. Raises OSError when there is no
-        nursery."""
-        self._require_open()
-        if self._control is None:
-            self._start()
+        nursery, WorkerLostError."""
+        self._ready()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                answer, descriptors = self._exchange({"fork": True}, [theirs.fileno()])
+                answer, descriptors = self._process.ask({"fork": self._key}, [theirs.fileno()])
         except BaseException:
             ours.close()
             raise
         if not descriptors:
             ours.close()
             return str(answer)
-        assert self._program is not None  # it has just answered
-        return ForkedProcess(
-            process_id=answer, process=descriptors[0], orders=ours, nursery=self._program
+        assert self._process.program is not None  # it has just answered
+        child = ForkedProcess(
+            process_id=answer, process=descriptors[0], orders=ours, nursery=self._process.program
         )
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise WorkerLostError("it has been stopped.")
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._program = subprocess.Popen(
-                # -P: Python must not import modules from the current directory.
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    PROGRAM,
-                    self._name,
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=_environment(),
-            )
-        self._control = ours
-        if self._closed:
-            self._stop()
-            self._require_open()
-        try:
-            ours.settimeout(START_LIMIT_S)
-            ours.send(self._hello)
-            refusal = json.loads(ours.recv(2**16) or b'"it ended at once"')
-        except OSError as error:
-            refusal = str(error)
-        if refusal:
-            self._stop()
-            raise WorkerLostError(
-                f"{self._name} processes cannot start: {refusal}. What they run must be importable "
-                "in a fresh Python process; look in the log."
-            )
-        ours.settimeout(ANSWER_LIMIT_S)
+        with self._children_lock:
+            self._children[child.process] = child
+        return child
 
     def _status(self, child: ForkedProcess) -> int | None:
-        with self._lock:
-            if child.nursery is not self._program:
+        with self._turn():
+            if child.nursery is not self._process.program:
                 return None  # the next nursery is no parent of it, and would fail to reap it
             try:
-                status, _ = self._exchange({"reap": child.process_id}, [])
+                status, _ = self._process.ask({"reap": child.process_id})
             except OSError:
-                self._stop()  # a late answer would be taken for the next request's answer
+                self._process.stop()  # a late answer would be taken for the next request's
                 return None
         return status if isinstance(status, int) else None
 
-    def _exchange(self, request: dict[str, Any], passed: list[int]) -> tuple[Any, list[int]]:
+
+class NurseryProcess:
+    """The process of a nursery, for one owner or several of this process: it runs while one of them
+    has it open. They call what follows `lock` while they hold it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.program: subprocess.Popen[bytes] | None = None
+        """The process that runs now, if one does."""
+        self._control: socket.socket | None = None
+        self._ended = threading.Event()
+        self._open: set[Nursery] = set()
+        self._loaded: set[str] = set()
+
+    def kill(self) -> None:
+        """End the process whoever holds the lock; who waits for its answer gets an error."""
+        if (program := self.program) is not None:
+            program.kill()
+
+    def enter(self, owner: Nursery) -> None:
+        """Have the process running, also for this owner. Raises OSError."""
+        self._open.add(owner)
+        if self._control is None:
+            self._start()
+
+    def leave(self, owner: Nursery) -> None:
+        """End the process unless others have it open."""
+        self._open.discard(owner)
+        if not self._open:
+            self.stop()
+
+    def load(self, key: str, hello: str) -> str:
+        """Have the process load what children run, if it has not, to be known by this key; why it
+        could not, or nothing. Raises OSError where there is no process."""
+        if key in self._loaded:
+            return ""
+        refusal, _ = self.ask({"load": key, "hello": hello}, limit_s=START_LIMIT_S)
+        if not refusal:
+            self._loaded.add(key)
+        return str(refusal)
+
+    def ask(
+        self,
+        request: dict[str, Any],
+        passed: Sequence[int] = (),
+        *,
+        limit_s: float = ANSWER_LIMIT_S,
+    ) -> tuple[Any, list[int]]:
+        """Its answer, with descriptors. Raises OSError where there is no process."""
         if self._control is None:
             raise OSError("the nursery is gone")
+        self._control.settimeout(limit_s)
         socket.send_fds(self._control, [json.dumps(request).encode()], passed)
         data, descriptors = receive(self._control, 2**16)
         if not data:
             raise OSError("the nursery is gone")
         return json.loads(data), descriptors
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Kill the process, and all children with it."""
         if self._control is not None:
             self._control.close()
-        if self._program is not None:
-            self._program.kill()
-            self._program.wait()
-        self._control = self._program = None
+        if self.program is not None:
+            self.program.kill()
+            self.program.wait()
+        self._ended.set()
+        self._control = self.program = None
+        self._loaded.clear()
+
+    def _start(self) -> None:
+        """The kernel ends a nursery with the thread that started it: it has one of its own."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ended = threading.Event()
+        begun: Future[subprocess.Popen[bytes]] = Future()
+        run = partial(_run, theirs, begun, self._ended)
+        with theirs:
+            threading.Thread(target=run, name="nursery", daemon=True).start()
+            try:
+                self.program = begun.result()
+            except BaseException:
+                ours.close()
+                raise
+        self._control = ours
+
+
+def _run(
+    control: socket.socket, begun: "Future[subprocess.Popen[bytes]]", ended: threading.Event
+) -> None:
+    """Start a nursery, and stay until it is ended."""
+    try:
+        program = subprocess.Popen(
+            # -P: Python must not import modules from the current directory.
+            [sys.executable, "-P", "-m", PROGRAM, str(control.fileno()), str(os.getpid())],
+            pass_fds=[control.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=_environment(),
+        )
+    except BaseException as error:
+        begun.set_exception(error)
+        return
+    begun.set_result(program)
+    ended.wait()
 
 
 def _environment() -> dict[str, str]:

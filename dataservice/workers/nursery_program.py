@@ -1,12 +1,13 @@
-"""The program of a nursery: `python -m dataservice.workers.nursery_program NAME SOCKET PARENT`.
+"""The program of a nursery: `python -m dataservice.workers.nursery_program SOCKET PARENT`.
 
     owner ──starts──► nursery ──forks──► child ◄══ orders, answers ══► owner
                          └─────forks──► child ◄══ orders, answers ══► owner
 
-The *nursery* is a fresh process with none of its owner's sockets, threads or memory. It loads the
-libraries once and then only forks: a child starts in milliseconds and shares the loaded libraries.
-The nursery runs no user's code or data itself, so nothing makes it hang or crash. A *child* runs
-the program that the owner handed over, such as `decoder_process.DecoderProgram`, on its own socket.
+The *nursery* is a fresh process with none of its owner's sockets, threads or memory. It loads what
+its children run once and then only forks: a child starts in milliseconds and shares the loaded
+libraries. The nursery runs no user's code or data itself, so nothing makes it hang or crash. A
+*child* runs a program that an owner handed over, such as `decoder_process.DecoderProgram`, on its
+own socket.
 
 Contract.
   Ending       Nursery and children end when the owner's sockets close, and the kernel kills each
@@ -22,6 +23,7 @@ Contract.
                children first.
 """
 
+import base64
 import contextlib
 import ctypes
 import faulthandler
@@ -44,7 +46,7 @@ from dataservice.workers.decoder_messages import receive
 Program = Callable[[socket.socket], None]
 """What a child does: serve its socket until the owner closes it. It is pickled once."""
 
-REQUEST_LIMIT_BYTES = 128 * 1024
+REQUEST_LIMIT_BYTES = 176 * 1024  # what one message of such a socket may hold
 LOWEST_PRIORITY = 19  # a child's niceness that lets training go first
 OUT_OF_MEMORY_SCORE = 900  # of 1000; the owner keeps its own
 LONGEST_TRACEBACK = 64 * 1024  # characters: a quoted message may be of any length
@@ -56,36 +58,24 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Fork children on request until the owner is gone."""
-    name, control_descriptor, owner = sys.argv[1:]
+    control_descriptor, owner = sys.argv[1:]
     _name_process("nursery")
     keep_freed(_KEPT_HEAP_BYTES)
     control = socket.socket(fileno=int(control_descriptor))
     _end_with_parent(int(owner))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    try:
-        # Comes from the owner that started us, and is made by the operator's own code.
-        program, memory_bytes = pickle.loads(control.recv(REQUEST_LIMIT_BYTES))
-    except Exception as error:
-        control.send(json.dumps(f"{type(error).__name__}: {error}").encode())
-        return
-    control.send(json.dumps("").encode())
-    gc.collect()
-    gc.freeze()  # what is loaded stays in pages that all children share
-    _Nursery(control, name, program, memory_bytes).serve()
+    _Nursery(control).serve()
 
 
 class _Nursery:
-    """Answers `fork` with the child's process id and a descriptor of it, and `reap N` with the exit
-    status of process N, or null while it has not ended."""
+    """Answers `load` with nothing, or the reason why it could not load what `hello` says; `fork`
+    with the process id of a child that runs what was loaded by that key, and a descriptor of it;
+    `reap` with the exit status of this process, or null while it has not ended."""
 
-    def __init__(
-        self, control: socket.socket, name: str, program: Program, memory_bytes: int | None
-    ) -> None:
+    def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._name = name
-        self._program = program
-        self._memory_bytes = memory_bytes
+        self._loaded: dict[str, tuple[str, Program, int | None]] = {}
         self._ending: set[int] = set()
 
     def serve(self) -> None:
@@ -96,11 +86,23 @@ class _Nursery:
                 return
             request = json.loads(data)
             if "fork" in request:
-                self._fork(descriptors[0])
+                self._fork(request["fork"], descriptors[0])
+            elif "load" in request:
+                self._answer(self._load(request["load"], request["hello"]))
             else:
                 self._answer(self._reap(request["reap"]))
 
-    def _fork(self, orders: int) -> None:
+    def _load(self, key: str, hello: str) -> str:
+        """It comes from the owner that started us, and is made by the operator's own code."""
+        try:
+            self._loaded[key] = pickle.loads(base64.b64decode(hello))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        gc.collect()
+        gc.freeze()  # what is loaded stays in pages that all children share
+        return ""
+
+    def _fork(self, key: str, orders: int) -> None:
         for process_id in tuple(self._ending):  # children that took long to end
             self._reap(process_id)
         nursery = os.getpid()
@@ -113,7 +115,7 @@ class _Nursery:
         if process_id == 0:
             self._control.close()
             _end_with_parent(nursery)
-            _run(self._name, socket.socket(fileno=orders), self._program, self._memory_bytes)
+            _run(socket.socket(fileno=orders), *self._loaded[key])
         os.close(orders)
         process = os.pidfd_open(process_id)
         socket.send_fds(self._control, [json.dumps(process_id).encode()], [process])
@@ -143,7 +145,7 @@ def _name_process(name: str) -> None:
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def _run(name: str, orders: socket.socket, program: Program, memory_bytes: int | None) -> NoReturn:
+def _run(orders: socket.socket, name: str, program: Program, memory_bytes: int | None) -> NoReturn:
     """The whole life of a child."""
     status = 1
     try:

@@ -53,7 +53,7 @@ from dataservice.workers.decoders import (
     SampleOutcome,
 )
 from dataservice.workers.kept_files import CacheSpec
-from dataservice.workers.nursery import ForkedProcess, Nursery
+from dataservice.workers.nursery import ForkedProcess, Nursery, NurseryProcess
 from dataservice.workers.read_ahead_process import ReadAheadProcess
 from dataservice.workers.read_sample import RawBytes, ReadSample
 from dataservice.workers.reading_process import READER_GONE
@@ -88,13 +88,16 @@ class ProcessDecoders(Decoders):
         memory_bytes: int | None = None,
         cache: CacheSpec | None = None,
         ranges: CacheSpec | None = None,
+        nursery: NurseryProcess | None = None,
     ) -> None:
-        """The factory is pickled; nothing runs before `start`. Raises SpecError when `slots` is
-        below 1."""
+        """The factory is pickled; nothing runs before `start`. `nursery` forks the processes, and
+        may be another's too. Raises SpecError when `slots` is below 1."""
         require_slots(slots)
         self._far_sources = lru_cache(PIPELINES_KEPT)(factory.far_sources)
         self._code_owner = lru_cache(PIPELINES_KEPT)(factory.code_owner)
-        self._nursery = Nursery(DecoderProgram(factory), name="decoder", memory_bytes=memory_bytes)
+        self._nursery = Nursery(
+            DecoderProgram(factory), name="decoder", memory_bytes=memory_bytes, process=nursery
+        )
         self._reads = reads
         self._ahead = ReadAheadProcess(
             self._nursery, threads=reads, timeout_s=timeout_s, ranges=ranges
@@ -123,8 +126,7 @@ class ProcessDecoders(Decoders):
         return [slot.process_id for slot in self._slots if slot.process_id is not None]
 
     def start(self) -> None:
-        """Start all processes. Call it from a thread that outlives them: the kernel ends them with
-        it."""
+        """Start all processes."""
         self._nursery.start()
         for slot in self._slots:
             slot.ready(None)

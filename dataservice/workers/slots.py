@@ -58,8 +58,6 @@ class Slots:
 
     async def start(self) -> None:
         """Start the decoders. Raises WorkerLostError when they cannot start."""
-        # On a thread that this object keeps: the kernel ends decoder processes together with the
-        # thread that started them.
         await asyncio.get_running_loop().run_in_executor(self._threads, self._decoders.start)
 
     async def open(self, pipeline: str) -> int:

@@ -64,7 +64,7 @@ def test_limits_are_raised_and_a_rank_takes_what_it_is_counted_as(corpus, tmp_pa
         service.start()
         workers = called(service, "_WorkerProcess")  # as Ray calls its actors
         assert len(workers) == (2 if pool == "ray" else 0)
-        # Of openers, and of each decoder.
+        # What forks, and two decoders.
         wait_for(lambda: len(called(service, "nursery_program")) >= 3)
         nurseries = called(service, "nursery_program")
         assert {limit(pid) for pid in [service.pid, *workers, *nurseries]} == {5000}

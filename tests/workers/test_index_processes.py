@@ -8,7 +8,6 @@ import pytest
 
 from dataservice.core.errors import SourceError, SpecError, WorkerLostError
 from dataservice.core.index_orders import IndexOrder, IndexProgress, IndexResult
-from dataservice.workers import index_processes
 from dataservice.workers.index_processes import CHUNK_BYTES, IndexProcesses
 from tests.workers.index_programs import Obedient
 
@@ -118,13 +117,6 @@ async def test_a_team_s_own_code_is_given_no_credentials(processes):
     assert b"hidden" in plain
     *_, plain = await answers(processes, "credentials", pipeline="a team's code")
     assert plain == b"null"
-
-
-async def test_the_libraries_are_given_up_once_nothing_is_indexed(processes, monkeypatch):
-    monkeypatch.setattr(index_processes, "IDLE_S", 0.05)
-    await answers(processes, "256")
-    await until(lambda: not nurseries())
-    assert len(await answers(processes, "256")) == 4
 
 
 async def test_closing_ends_what_runs(processes):

@@ -20,7 +20,7 @@ from dataservice.core.errors import SpecError, WorkerLostError
 from dataservice.workers.decoder_messages import Answer, Kind, ProtocolError
 from dataservice.workers.decoder_process import DecoderProgram
 from dataservice.workers.host import DecodingHost
-from dataservice.workers.nursery import Nursery
+from dataservice.workers.nursery import Nursery, NurseryProcess
 from dataservice.workers.process_decoders import TRIES, ProcessDecoders, outcome_of
 from dataservice.workers.recycled_memory import KEPT_BYTES, ReadMemory
 from dataservice.workers.sample_pipelines import PipelineFactory
@@ -234,6 +234,58 @@ def test_what_a_gone_nursery_forked_is_ended_without_harm_to_the_next():
         orphaned = [child.orphaned for child in (first, second, heir, other)]
         assert orphaned == [True, True, False, False]
         nursery.close()
+
+
+def test_owners_share_one_nursery_and_each_ends_what_is_its_own():
+    process = NurseryProcess()
+    one, other = (
+        Nursery(DecoderProgram(FACTORY), name=name, process=process) for name in ("one", "other")
+    )
+    mine, yours, ended = one.fork(), other.fork(), other.fork()
+    assert {parent_of(child.process_id) for child in (mine, yours, ended)} == {process.program.pid}
+    assert process_name(mine) == "one"
+    assert process_name(yours) == "other"
+    ended.kill()
+    assert "died of SIGKILL" in other.end(ended)
+    one.close()
+    wait_for(lambda: mine.ended)
+    with pytest.raises(WorkerLostError, match="stopped"):
+        one.fork()
+    assert not yours.ended
+    assert not yours.orphaned
+    program = process.program
+    os.kill(program.pid, signal.SIGKILL)
+    heir = other.fork()
+    assert process.program is not program
+    assert "was killed" in other.end(yours)
+    assert not heir.ended
+    other.close()
+    wait_for(lambda: heir.ended)
+    assert process.program is None
+    for owner, child in ((one, mine), (other, heir)):
+        owner.end(child)
+
+
+def test_an_owner_that_cannot_be_loaded_leaves_the_others_alone(tmp_path, monkeypatch):
+    process = NurseryProcess()
+    good = Nursery(DecoderProgram(FACTORY), name="good", process=process)
+    child = good.fork()
+    (tmp_path / "fleeting.py").write_text("def make(pipeline): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import fleeting
+
+    bad = Nursery(fleeting.make, name="bad", process=process)
+    (tmp_path / "fleeting.py").unlink()
+    with pytest.raises(WorkerLostError, match=r"bad processes cannot start: ModuleNotFoundError"):
+        bad.start()
+    bad.close()
+    assert not child.ended
+    assert "died of SIGKILL" in good.end(child)
+    good.close()
+
+
+def process_name(child):
+    return Path(f"/proc/{child.process_id}/comm").read_text().strip()
 
 
 def test_a_factory_that_a_fresh_process_cannot_import_is_said_so(tmp_path, monkeypatch):
@@ -494,7 +546,7 @@ def test_closing_gives_up_a_nursery_that_hangs_while_it_loads(tmp_path, monkeypa
         call = starter.submit(decoders.start)
         wait_for((tmp_path / "loading").exists)
         decoders.close()
-        with pytest.raises(WorkerLostError, match="cannot start"):
+        with pytest.raises(WorkerLostError, match="stopped"):
             call.result(LIMIT_S)
 
 
