@@ -126,22 +126,32 @@ class Nursery:
             self._process.kill()
 
     def close(self) -> None:
-        """Kill the children, and the nursery unless it is another owner's too."""
-        with self._turn():
-            self._closed = True
-            with self._children_lock:
-                for child in self._children.values():
-                    child.kill()
-            self._process.leave(self)
+        """Kill the children, and the nursery unless it is another owner's too: if one of those has
+        it load something, it does not wait for that."""
+        self._closed = True
+        self._process.leave(self)
+        with self._turn(), self._children_lock:
+            for child in self._children.values():
+                child.kill()
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._process.lock:
+    def _turn(self) -> Iterator[bool]:
+        """Take the lock. An owner that is closed waits for its own threads only: whether it has
+        it."""
+        while not (taken := self._process.lock.acquire(timeout=GIVE_UP_S)):
+            if self._closed and not self._its_turn:
+                break
+        if taken:
             self._its_turn = True
-            try:
-                yield
-            finally:
+        try:
+            yield taken
+        finally:
+            if taken:
                 self._its_turn = False
+                if self._closed:
+                    self._process.leave(self)
+                self._process.settle()
+                self._process.lock.release()
 
     def _tried(self, work: Callable[[], Result | str]) -> Result:
         """What this does, in as many tries as it may take; it raises OSError, or says why it could
@@ -204,8 +214,8 @@ class Nursery:
         return child
 
     def _status(self, child: ForkedProcess) -> int | None:
-        with self._turn():
-            if child.nursery is not self._process.program:
+        with self._turn() as taken:
+            if not taken or child.nursery is not self._process.program:
                 return None  # the next nursery is no parent of it, and would fail to reap it
             try:
                 status, _ = self._process.ask({"reap": child.process_id})
@@ -217,7 +227,7 @@ class Nursery:
 
 class NurseryProcess:
     """The process of a nursery, for one owner or several of this process: it runs while one of them
-    has it open. They call what follows `lock` while they hold it."""
+    has it open. They call all but `kill` and `leave` while they hold `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -240,8 +250,11 @@ class NurseryProcess:
             self._start()
 
     def leave(self, owner: Nursery) -> None:
-        """End the process unless others have it open."""
+        """This owner has it open no more."""
         self._open.discard(owner)
+
+    def settle(self) -> None:
+        """End the process unless somebody has it open."""
         if not self._open:
             self.stop()
 

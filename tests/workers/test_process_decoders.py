@@ -528,7 +528,9 @@ def test_a_worker_that_is_stopped_with_its_decoders_blames_no_sample_for_it(tmp_
     assert len([*tmp_path.glob("gate.*")]) == 1
 
 
-def test_closing_gives_up_a_nursery_that_hangs_while_it_loads(tmp_path, monkeypatch):
+@pytest.fixture
+def endless(tmp_path, monkeypatch):
+    """A function whose module a nursery loads for ever."""
     (tmp_path / "endless.py").write_text(
         "import os, time\n"
         "if mark := os.environ.get('LOADS_FOR_EVER'):\n"
@@ -537,17 +539,42 @@ def test_closing_gives_up_a_nursery_that_hangs_while_it_loads(tmp_path, monkeypa
         "def make(pipeline): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "endless", raising=False)
     import endless
 
-    factory = PipelineFactory(reader_for=endless.make, decoder_for=endless.make)
-    decoders = ProcessDecoders(factory, slots=1)
     monkeypatch.setenv("LOADS_FOR_EVER", str(tmp_path / "loading"))
+    return endless.make
+
+
+def test_closing_gives_up_a_nursery_that_hangs_while_it_loads(tmp_path, endless):
+    factory = PipelineFactory(reader_for=endless, decoder_for=endless)
+    decoders = ProcessDecoders(factory, slots=1)
     with ThreadPoolExecutor(1) as starter:
         call = starter.submit(decoders.start)
         wait_for((tmp_path / "loading").exists)
         decoders.close()
         with pytest.raises(WorkerLostError, match="stopped"):
             call.result(LIMIT_S)
+
+
+def test_closing_does_not_wait_for_what_another_owner_has_loaded(tmp_path, endless):
+    process = NurseryProcess()
+    quick = Nursery(DecoderProgram(FACTORY), name="quick", process=process)
+    slow = Nursery(endless, name="slow", process=process)
+    child = quick.fork()
+    with ThreadPoolExecutor(1) as starter:
+        call = starter.submit(slow.start)
+        wait_for((tmp_path / "loading").exists)
+        quick.close()
+        wait_for(lambda: child.ended)
+        assert not call.done()
+        assert process.program is not None
+        slow.refuse()
+        with pytest.raises(WorkerLostError, match="stopped"):
+            call.result(LIMIT_S)
+    slow.close()
+    assert process.program is None
+    quick.end(child)
 
 
 def test_decoders_that_are_closed_before_they_start_start_nothing():
