@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.markup import escape
 
-from dataservice.cli import show, show_index, show_records
+from dataservice.cli import show, show_records
 from dataservice.cli.connection import Connect, JobName, connected, may_connect
 from dataservice.cli.explain import explain
 from dataservice.cli.layout import lay_out
@@ -31,8 +31,8 @@ from dataservice.jobs.yaml_file import read_text
 from dataservice.observability.logs import configure_logging
 from dataservice.serving.coordinator_client import CoordinatorClient
 
-# Modules that load the planner, codecs or Ray take a second or two to import. Only the commands
-# that need them import them; the others, and completion in a shell, answer at once.
+# Modules that load the planner, codecs, storage or Ray take a second or two to import. Only the
+# commands that need them import them; the others, and completion in a shell, answer at once.
 if TYPE_CHECKING:
     from dataservice.app import Service
     from dataservice.jobs.job_file import JobFile
@@ -182,6 +182,7 @@ def _elsewhere(
 def _dry_run(
     spec: "JobFile", settings: "ServiceConfig", rows: int, processes: int, as_json: bool
 ) -> None:
+    from dataservice.cli import show_index
     from dataservice.jobs.dry_run import dry_run
     from dataservice.jobs.setup import IndexIncompleteError
 
@@ -205,6 +206,8 @@ def _dry_run(
 
 
 def _print_indexed(summaries: "Sequence[IndexSummary]", index_dir: str, as_json: bool) -> None:
+    from dataservice.cli import show_index
+
     if as_json:
         print(show_index.index_json(summaries))
     else:
@@ -212,6 +215,8 @@ def _print_indexed(summaries: "Sequence[IndexSummary]", index_dir: str, as_json:
 
 
 def _print_summaries(summaries: "Sequence[IndexSummary]", index_dir: str | None) -> None:
+    from dataservice.cli import show_index
+
     console.print(show_index.index_table(summaries))
     told = (
         *show_index.taken_up(summaries),

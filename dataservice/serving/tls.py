@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal, cast
 
 import grpc
-from cryptography import x509
 
 from dataservice.core.address import split_address
 from dataservice.core.errors import SpecError
@@ -112,6 +111,8 @@ class _ServerFiles:
 def _tell_dates(file: str, chain: bytes) -> None:
     """Log where one of the certificates is not valid now. It is served all the same: clocks may
     differ, and its renewal is taken up while the service runs."""
+    from cryptography import x509  # which no client needs, and takes a tenth of a command's start
+
     now = datetime.now(UTC)
     with suppress(ValueError):  # one that OpenSSL reads, and this library does not
         for each in x509.load_pem_x509_certificates(chain):

@@ -414,8 +414,18 @@ def test_a_service_that_does_not_answer_is_named(cli):
     says(said, "no service answers at 127.0.0.1:9", "Check that `dataservice serve` runs there")
 
 
-def test_commands_that_only_ask_the_service_load_neither_planner_nor_codecs_nor_ray():
-    heavy = ("numba", "scipy", "ray", "pyarrow", "av", "torch")
+def test_commands_that_only_ask_the_service_load_neither_planner_nor_codecs_nor_storage_nor_ray():
+    heavy = (
+        "numba",
+        "scipy",
+        "ray",
+        "pyarrow",
+        "av",
+        "torch",
+        "fsspec",
+        "tenacity",
+        "cryptography",
+    )
     code = f"import sys, dataservice.cli.main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
