@@ -100,6 +100,8 @@ class GrpcTransport:
     `token_file` is read again for every call, so that a new token is used at once; with neither,
     DATASERVICE_TOKEN_FILE or DATASERVICE_TOKEN is used if set. Without TLS the token is sent to
     this machine only, unless `plaintext_token` (or DATASERVICE_PLAINTEXT_TOKEN=1) is set.
+
+    Raises BadArgument where the token file cannot be read, or what is given is no token.
     """
 
     def __init__(
@@ -145,14 +147,28 @@ def _token_source(token: str | None, token_file: str | Path | None) -> Callable[
         raise BadArgument("token and token_file were both given; give one of them.")
     if token is None and token_file is None:
         token_file = os.environ.get("DATASERVICE_TOKEN_FILE") or None
-        token = None if token_file else os.environ.get("DATASERVICE_TOKEN", "").strip() or None
-    if token_file is None:
-        return None if token is None else partial(str, token)
-    return _TokenFile(Path(token_file))
+        token = None if token_file else os.environ.get("DATASERVICE_TOKEN")
+    if token_file is not None:
+        return _TokenFile(Path(token_file))
+    token = (token or "").strip()
+    if not token:
+        return None
+    if not _is_token(token):
+        raise BadArgument(
+            f"what was given as the token, {len(token)} characters, is no token: give one line of "
+            "ASCII without spaces, as `dataservice token new` prints it."
+        )
+    return partial(str, token)
+
+
+def _is_token(text: str) -> bool:
+    # gRPC sends nothing else in a header, and fails every call that is given more.
+    return text != "" and text.isascii() and text.isprintable() and " " not in text
 
 
 class _TokenFile:
-    """A token file whose content may change. While the file is missing the last token is used."""
+    """A token file whose content may change. While it is missing, or holds no token because it is
+    being written, the last token is used."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -161,10 +177,14 @@ class _TokenFile:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
             raise BadArgument(f"cannot read the token file {path}: {reason}") from error
+        if not _is_token(self._last):
+            raise BadArgument(f"the token file {path} must hold one token and nothing else.")
 
     def __call__(self) -> str:
         with suppress(OSError, UnicodeDecodeError):
-            self._last = self._path.read_text(encoding="ascii").strip() or self._last
+            found = self._path.read_text(encoding="ascii").strip()
+            if _is_token(found):
+                self._last = found
         return self._last
 
 

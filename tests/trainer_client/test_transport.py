@@ -131,6 +131,40 @@ def test_a_token_that_is_replaced_in_its_file_is_used_at_the_next_call(service, 
     assert sent(service) == ["Bearer old", "Bearer new", "Bearer new"]
 
 
+def test_a_token_is_used_while_its_file_holds_none(service, tmp_path):
+    path = tmp_path / "token"
+    path.write_text("old")
+    dataset = service.dataset(token_file=path)
+    for content in (b"new\nold\n", b"", b"\xff", b"two words"):
+        path.write_bytes(content)
+        shards = iter(dataset)
+        next(shards)
+        shards.close()
+    assert sent(service) == ["Bearer old"] * 4
+
+
+def test_a_token_may_be_given_with_the_end_of_its_line(service):
+    shards = iter(service.dataset(token="s3cret\n"))
+    next(shards)
+    assert sent(service) == ["Bearer s3cret"]
+    shards.close()
+
+
+@pytest.mark.parametrize("given", ["two words", "first\nsecond", "“quoted”"])
+def test_what_is_no_token_is_refused_before_anything_is_opened(service, given):
+    with pytest.raises(BadArgument, match="no token: give one line of ASCII"):
+        service.dataset(token=given)
+
+
+@pytest.mark.parametrize("content", ["", "two words", "first\nsecond"])
+def test_a_file_that_holds_no_token_is_refused_before_anything_is_opened(
+    service, tmp_path, content
+):
+    (tmp_path / "token").write_text(content)
+    with pytest.raises(BadArgument, match="must hold one token and nothing else"):
+        service.dataset(token_file=tmp_path / "token")
+
+
 def test_a_token_is_not_sent_in_the_clear_to_another_machine(monkeypatch, ca_file):
     for address in ("data.test:50051", "10.0.0.7:50051", "[2001:db8::1]:50051"):
         with pytest.raises(BadArgument, match=r"in the clear.*DATASERVICE_PLAINTEXT_TOKEN=1"):
