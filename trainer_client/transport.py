@@ -114,23 +114,34 @@ class GrpcTransport:
     ) -> None:
         self._token = _token_source(token, token_file)
         self._tls = (Tls() if tls else None) if isinstance(tls, bool) else tls
+        self._last_credentials: grpc.ChannelCredentials | None = None
         allowed = os.environ.get("DATASERVICE_PLAINTEXT_TOKEN", "").lower() in ("1", "true")
         self._plaintext_token = plaintext_token or allowed
 
     def channel(self, address: str, *, authorised: bool) -> grpc.Channel:
-        """A new channel; nothing is sent until it is used. Raises BadArgument where a file cannot
-        be read, or the token would be sent to another machine unencrypted."""
+        """A new channel; nothing is sent until it is used. Its TLS files are read again; where one
+        cannot be, those of the channel before count. Raises BadArgument where there was none, or
+        the token would be sent to another machine unencrypted."""
         options: list[tuple[str, int | str]] = [*_OPTIONS, *(() if authorised else _WORKER_OPTIONS)]
         if self._tls is None:
             channel = grpc.insecure_channel(address, options=options)
         else:
             if self._tls.server_name:
                 options.append(("grpc.ssl_target_name_override", self._tls.server_name))
-            channel = grpc.secure_channel(address, self._tls.credentials(), options=options)
+            channel = grpc.secure_channel(address, self._credentials(self._tls), options=options)
         if authorised and self._token is not None:
             self._require_private(address)
             channel = grpc.intercept_channel(channel, _BearerToken(self._token))
         return channel
+
+    def _credentials(self, tls: Tls) -> grpc.ChannelCredentials:
+        # A worker is connected in the midst of training, maybe while a file is being renewed.
+        try:
+            self._last_credentials = tls.credentials()
+        except BadArgument:
+            if self._last_credentials is None:
+                raise
+        return self._last_credentials
 
     def _require_private(self, address: str) -> None:
         if self._tls is None and not self._plaintext_token and not is_loopback(address):

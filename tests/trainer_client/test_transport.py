@@ -72,6 +72,18 @@ def test_mutual_tls_shows_the_client_s_certificate_and_asks_for_one_without(
     assert "wants a client's certificate: pass tls=Tls(" in said
 
 
+def test_a_tls_file_that_is_away_for_a_moment_ends_no_training(serve_tls, ca_file):
+    service = serve_tls()
+    tls = Tls(ca_file=ca_file, server_name="data.test")
+    trained = []
+    for shard in service.dataset(tls=tls, prefetch_steps=1):
+        trained.append(shard.step)
+        if shard.step == 0:
+            ca_file.unlink()
+            service.kill("w0")  # the one in its place is connected anew
+    assert trained == [0, 1, 2, 3]
+
+
 def test_a_certificate_for_another_name_is_refused(serve_tls, ca_file):
     said = refusal(serve_tls().dataset(tls=Tls(ca_file=ca_file), connect_timeout_s=0.5))
     assert "does not accept the service's certificate" in said
