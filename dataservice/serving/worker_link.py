@@ -87,6 +87,7 @@ class GrpcWorkerLink:
         self._answer_timeout_s = answer_timeout_s
         self._release_timeout_s = release_timeout_s
         self._tls = tls
+        self._last_credentials: grpc.ChannelCredentials | None = None
         self._keepalive = keepalive
         self._threads = threads
         self._lines: dict[str, _Line] = {}
@@ -276,9 +277,19 @@ class GrpcWorkerLink:
         options = channel_options(MESSAGE_LIMIT_BYTES, self._keepalive)
         if self._tls is None:
             return grpc.aio.insecure_channel(address, options=options)
-        # Read again for each channel, because certificates are renewed.
         options = [*options, *client_options(self._tls)]
-        return grpc.aio.secure_channel(address, client_credentials(self._tls), options=options)
+        return grpc.aio.secure_channel(address, self._credentials(self._tls), options=options)
+
+    def _credentials(self, tls: ClientTls) -> grpc.ChannelCredentials:
+        """Read again for each channel, because certificates are renewed. While a file cannot be
+        read, those of the channel before stay in use."""
+        try:
+            self._last_credentials = client_credentials(tls)
+        except SpecError as error:
+            if self._last_credentials is None:
+                raise
+            log.error("the certificates in use stay: %s", error)
+        return self._last_credentials
 
 
 def _requests(orders: PackOrders) -> list[worker_pb2.PackOrders]:

@@ -249,6 +249,20 @@ async def test_the_coordinator_commands_workers_by_mutual_tls(serve_secured, aut
         await stranger.close()
 
 
+async def test_a_worker_is_commanded_while_a_file_of_the_coordinator_is_away(
+    serve_secured, authority, make, tmp_path
+):
+    spec = TlsSpec(**authority.issue("away"))
+    ca_file = tmp_path / "ca.pem"
+    ca_file.write_bytes(authority.ca_file.read_bytes())
+    link = GrpcWorkerLink(make.secret, tls=ClientTls(ca_file=str(ca_file)))
+    await prepared(link, await serve_secured(spec), make.order())
+    ca_file.unlink()
+    replaced = await serve_secured(spec)
+    assert (await prepared(link, replaced, make.order())).key == make.order().key
+    await link.close()
+
+
 async def test_a_ticket_that_was_changed_to_another_team_s_pack_fetches_nothing(
     worker, host, make, channel_to
 ):
