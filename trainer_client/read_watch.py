@@ -77,7 +77,7 @@ POSITIONS = Duty(
     refusal=_positions_refusal,
 )
 LOSS_WEIGHTS = Duty(
-    concerns=lambda mb: mb.weights is not None,
+    concerns=lambda mb: mb.weights is not None and not mb.idle,
     partial="labels",
     whole="loss_weights",
     refusal=_loss_weights_refusal,

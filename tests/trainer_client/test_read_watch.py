@@ -1,5 +1,7 @@
 """A loop that reads labels without their weights is refused; whoever reads both is not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,6 +72,14 @@ def test_steps_without_weights_and_ranks_without_labels_are_left_alone(watch):
     watch.hand(plain)
     watch.hand(other_stage)
     watch.trained(1)
+
+
+def test_an_idle_rank_that_only_counts_its_labels_is_left_alone(watch):
+    shard = shard_of(0, torch.empty(0, dtype=torch.float64))
+    idle = replace(shard.microbatches[0], pack=-1, labels=torch.empty(0, dtype=torch.int64))
+    watch.hand(replace(shard, microbatches=(idle,)))
+    assert idle.loss_tokens() == (0, 0.0)
+    watch.trained(0)
 
 
 def test_without_weights_every_token_weighs_1():
