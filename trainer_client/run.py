@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from dataservice_proto.whereabouts import node_and_zone
@@ -27,6 +28,7 @@ from trainer_client.launch import launch_name
 from trainer_client.parts import WantedParts
 from trainer_client.position import Position
 from trainer_client.prefetch import Committer, Prefetcher, Trained
+from trainer_client.renewed_channel import RenewedChannel
 from trainer_client.session import Claim, Session
 from trainer_client.shard import Shard
 from trainer_client.steps import StepLoader
@@ -75,7 +77,9 @@ class Run:
         self._process = os.getpid()
         self._stop = threading.Event()
         self._closing = threading.Lock()
-        self._channel = transport.channel(options.address, authorised=True)
+        open_channel = partial(transport.channel, options.address, authorised=True)
+        self._renewed = RenewedChannel(open_channel)
+        self._channel = self._renewed.channel
         self._copier = DeviceCopier(options.device)
         self._fetcher = PartFetcher(
             transport,
@@ -99,6 +103,7 @@ class Run:
                 zone=zone,
             ),
             stop=self._stop,
+            renew=self._renewed.renew,
             connect_timeout_s=options.connect_timeout_s,
             timeout_s=options.timeout_s,
         )
@@ -235,6 +240,6 @@ class Run:
         for thread in threads:
             thread.close()
         self._fetcher.close()
-        self._channel.close()
+        self._renewed.close()
         for thread in threads:
             thread.join(JOIN_S)

@@ -5,8 +5,9 @@
                     └─▶ open again with rejoin_attempt, waits growing, until timeout_s ─▶ fails
 
 The claim ends with the stream. A thread reads the stream; when the stream breaks, the same thread
-opens it again under the same attempt, and calls wait meanwhile. The service gives every stream a
-new session name, so a call that fails because its name is out of date is made once more under the
+opens it again under the same attempt, and calls wait meanwhile; where the service is not reached,
+along a new channel, as certificates may have been renewed. The service gives every stream a new
+session name, so a call that fails because its name is out of date is made once more under the
 new one.
 
 Success: `open` returns the attempt; `call` returns the answer.
@@ -86,13 +87,16 @@ class Session:
         claim: Claim,
         *,
         stop: threading.Event,
+        renew: Callable[[], None],
         connect_timeout_s: float,
         timeout_s: float,
     ) -> None:
+        """`renew` has the channel opened anew."""
         self._stub = coordinator_pb2_grpc.CoordinatorStub(channel)
         self._address = address
         self._claim = claim
         self._stop = stop
+        self._renew = renew
         self._connect_timeout_s = connect_timeout_s
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -139,7 +143,9 @@ class Session:
             except grpc.RpcError as failed:
                 error = from_rpc(failed, self._address)
             except ValueError as failed:  # what gRPC raises on a closed channel
-                raise MisuseError("the dataset was closed during a call") from failed
+                if self._stop.is_set():
+                    raise MisuseError("the dataset was closed during a call") from failed
+                error = ServiceUnreachable(f"the channel to {self._address}: {failed}")
             if isinstance(error, ServiceTimeout):
                 retry = Backoff(self._stop, self._timeout_s)
                 self._stop.wait(0.01)  # the service may answer this at once, again and again
@@ -199,9 +205,12 @@ class Session:
             with self._changed:
                 self._lease = None
                 self._changed.notify_all()
+            unreachable_again = isinstance(error, ServiceUnreachable) and retry.attempts > 0
             if not self._worth_retrying(error, retry) or not retry.wait():
                 self._fail(error, retry)
                 return
+            if unreachable_again:
+                self._renew()
 
     def _hold_stream(self) -> ClientError:
         """Open a stream and read it to its end; returns why it ended."""

@@ -23,8 +23,8 @@ def ca_file(authority, tmp_path):
 def serve_tls(authority, service):
     """Start the scripted service again behind TLS, asking clients for certificates or not."""
 
-    def serve(*, mutual=False):
-        issued = authority.issue_cert("data.test")
+    def serve(*, mutual=False, signed_by=authority):
+        issued = signed_by.issue_cert("data.test")
         chain = b"".join(pem.bytes() for pem in issued.cert_chain_pems)
         credentials = grpc.ssl_server_credentials(
             [(issued.private_key_pem.bytes(), chain)],
@@ -33,6 +33,8 @@ def serve_tls(authority, service):
         )
         for name in list(service.addresses):
             service.kill(name)
+        service.coordinator.claims.clear()
+        for name in list(service.addresses):
             service.start(name, credentials)
         return service
 
@@ -82,6 +84,20 @@ def test_a_tls_file_that_is_away_for_a_moment_ends_no_training(serve_tls, ca_fil
             ca_file.unlink()
             service.kill("w0")  # the one in its place is connected anew
     assert trained == [0, 1, 2, 3]
+
+
+def test_a_service_that_comes_back_under_another_authority_is_rejoined(serve_tls, ca_file):
+    service = serve_tls()
+    tls = Tls(ca_file=ca_file, server_name="data.test")
+    trained = []
+    for shard in service.dataset(tls=tls, prefetch_steps=1, timeout_s=20.0):
+        trained.append(shard.step)
+        if shard.step == 0:
+            fresh = trustme.CA()
+            fresh.cert_pem.write_to_path(ca_file)
+            serve_tls(signed_by=fresh)
+    assert trained == [0, 1, 2, 3]
+    assert service.coordinator.opens[-1].rejoin_attempt == 1
 
 
 def test_a_certificate_for_another_name_is_refused(serve_tls, ca_file):
