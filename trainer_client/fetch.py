@@ -256,7 +256,8 @@ class PartFetcher:
         self._patience = Patience(stall_timeout_s)
         self._look_every_s = min(1.0, stall_timeout_s / 8)
         self._channels: dict[str, grpc.Channel] = {}
-        self._lock = threading.Lock()
+        # May be held twice: a thread that holds it may be the one in which the collector closes.
+        self._lock = threading.RLock()
         self._closed = False
 
     def fetch(

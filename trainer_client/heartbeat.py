@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import grpc
 from dataservice_proto.v1 import coordinator_pb2, coordinator_pb2_grpc
 
+from trainer_client.interruptible import await_end
 from trainer_client.session import Session
 
 CALL_S = 5.0
@@ -121,8 +122,7 @@ class Heartbeat:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread; call after `stop` was set and the channel closed."""
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        await_end(self._thread, timeout_s)
 
     def _run(self) -> None:
         while not self._stop.wait(max(0.0, self._due_s - time.monotonic())):

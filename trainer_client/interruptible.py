@@ -32,6 +32,13 @@ def wait_for(changed: threading.Condition, holds: Callable[[], object], timeout_
     return True
 
 
+def await_end(thread: threading.Thread, timeout_s: float) -> None:
+    """Wait for a thread, unless it never began, or waits here itself: the collector closes what it
+    finds in whatever thread it happens to run."""
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(timeout_s)
+
+
 def _hold(changed: threading.Condition) -> None:
     """Take the lock, unless this thread has it."""
     try:

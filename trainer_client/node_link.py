@@ -209,7 +209,7 @@ class NodeLinks:
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted
         self._doors: dict[str, _Door] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may close in a thread that holds it
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
         """What a call over gRPC says, so that its answer tells where the worker is found."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from trainer_client.errors import MisuseError, ServiceTimeout
-from trainer_client.interruptible import wait_for
+from trainer_client.interruptible import await_end, wait_for
 
 Item = TypeVar("Item")
 
@@ -64,7 +64,7 @@ class Prefetcher(Generic[Item]):
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread; call after `close`."""
-        self._thread.join(timeout_s)
+        await_end(self._thread, timeout_s)
 
     def _first(self, timeout_s: float) -> Item | None:
         if not wait_for(self._changed, self._something_to_say, timeout_s):
@@ -189,7 +189,7 @@ class Committer:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread; call after `close`."""
-        self._thread.join(timeout_s)
+        await_end(self._thread, timeout_s)
 
     def _settled(self) -> bool:
         return not self._steps or self._closed or self._failure is not None

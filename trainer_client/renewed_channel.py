@@ -25,7 +25,7 @@ class RenewedChannel:
         """Raises what opening raises."""
         self._open_channel = open_channel
         self._newest = open_channel()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may close in a thread that holds it
         self._closed = False
 
     @property

@@ -35,7 +35,7 @@ from trainer_client.errors import (
     UnknownJob,
     from_rpc,
 )
-from trainer_client.interruptible import wait_for
+from trainer_client.interruptible import await_end, wait_for
 
 Answer = TypeVar("Answer")
 
@@ -169,8 +169,7 @@ class Session:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread; call after `stop` was set and the channel closed."""
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        await_end(self._thread, timeout_s)
 
     def _usable(self) -> Lease:
         if self._failure is not None:

@@ -20,6 +20,7 @@ from trainer_client import (
     StateMismatch,
     run,
 )
+from trainer_client.transport import GrpcTransport
 
 
 def running_threads():
@@ -379,6 +380,61 @@ def test_leaving_a_loop_in_any_way_gives_up_the_rank_and_stops_all_threads(servi
         with dataset:
             pass
     assert not running_threads()
+
+
+@pytest.fixture
+def unraisable(monkeypatch):
+    """What nobody could raise, as of a finalizer."""
+    found = []
+    monkeypatch.setattr("sys.unraisablehook", lambda about: found.append(about.exc_value))
+    gc.disable()  # it runs where a test says
+    yield found
+    gc.enable()
+
+
+class Trainer:
+    """Holds its loop, and itself, so that only the collector finds it."""
+
+    def __init__(self, dataset):
+        self.own, self.dataset, self.shards = self, dataset, iter(dataset)
+
+
+def test_a_loop_that_is_collected_by_its_own_thread_gives_up_the_rank(
+    service, monkeypatch, unraisable
+):
+    dropped = threading.Event()
+
+    def collected_at_the_second(shard, rows_multiple):
+        if shard.step == 1:
+            dropped.wait()
+            gc.collect()
+        return shard
+
+    monkeypatch.setattr("trainer_client.run.aligned", collected_at_the_second)
+    next(Trainer(service.dataset(prefetch_steps=1)).shards)
+    dropped.set()
+    wait_for(lambda: not running_threads())
+    assert not unraisable
+
+
+def test_a_loop_that_is_collected_while_a_worker_is_connected_gives_up_the_rank(
+    service, monkeypatch, unraisable
+):
+    monkeypatch.setattr("trainer_client.run.JOIN_S", 0.1)  # of the threads that wait for this one
+    dropped = threading.Event()
+
+    class Collecting(GrpcTransport):
+        def channel(self, address, *, authorised):
+            if address == service.addresses["w0-spare"]:
+                dropped.wait()
+                gc.collect()
+            return super().channel(address, authorised=authorised)
+
+    service.workers["w0"].drop_after = [None, 0]  # of the second step nothing comes from it
+    next(Trainer(service.dataset(prefetch_steps=1, transport=Collecting())).shards)
+    dropped.set()
+    wait_for(lambda: not running_threads(), limit_s=30.0)
+    assert not unraisable
 
 
 def test_an_interrupt_in_the_loop_leaves_nothing_behind(service):
