@@ -71,6 +71,7 @@ class Progress:
         self._job = job
         self._before = start  # after the last shard that is certainly trained
         self._handed: deque[Position] = deque()  # after each shard of this pass, oldest first
+        self._forgotten = -1  # after the last of them that is not kept any more
         self._taken: int | None = None  # after the last shard that a framework took up
         self._committed = start.step  # after the last that `commit` named
         self._counted = start.step  # after the last that a state counted as trained by convention
@@ -108,13 +109,14 @@ class Progress:
                 "that is trained, or load that state before iterating again."
             )
         self._handed.clear()
+        self._forgotten = -1
         self._counted, self._taken = self._before.step, None
 
     def hand(self, position: Position) -> None:
         """A shard is handed out; `position` is the one after it."""
         self._handed.append(position)
         while not self.by_commit_alone and len(self._handed) > MOST_AHEAD:
-            self._handed.popleft()
+            self._forgotten = self._handed.popleft().step
 
     def ask(self) -> None:
         """The next shard is asked for: those before it count as trained, unless the loader is
@@ -132,7 +134,11 @@ class Progress:
 
     def commit(self, step: int) -> bool:
         """A loop says that it has trained `step` and all before it; False if that was known."""
-        if step < self._committed or not self._handed or step + 1 < self._handed[0].step:
+        if step < self._committed or not self._handed:
+            return False
+        if step + 1 < self._handed[0].step:
+            if step < self._forgotten:
+                self._tell_forgotten(step)
             return False
         if step < self._counted:
             self._tell_counted(step)
@@ -177,6 +183,14 @@ class Progress:
             f"{self._counted - 1}, as all that had been handed out counted as trained: a run "
             "resumed from it leaves steps out. Save behind commits alone: commit each step that is "
             "trained, and call expect_commits() before the first if a loader runs ahead."
+        )
+
+    def _tell_forgotten(self, step: int) -> None:
+        self._tell(
+            f"step {step} is committed when step {self.last_handed} is handed out already, and a "
+            f"first commit goes back by {MOST_AHEAD} steps at most: it moves nothing, and a run "
+            "resumed from a state leaves steps out. Call expect_commits() before the first shard "
+            "where a loader runs so far ahead."
         )
 
     def _tell(self, text: str) -> None:

@@ -163,7 +163,15 @@ def test_a_long_loop_without_commits_remembers_few_positions():
     assert progress.next_uncommitted(MOST_AHEAD) == progress.last_handed
     assert progress.next_uncommitted(1) == progress.last_handed + 1 - MOST_AHEAD
     assert progress.saved() == position(10 * MOST_AHEAD)
-    assert not progress.commit(3)
+
+
+def test_a_commit_from_too_far_behind_is_told_since_it_moves_nothing():
+    progress = Progress(position(0), job="j")
+    for step in range(10 * MOST_AHEAD):
+        progress.hand(position(step + 1))
+        progress.ask()
+    with pytest.warns(UncommittedSteps, match=r"step 3 is committed .* Call expect_commits\(\)"):
+        assert not progress.commit(3)
     assert progress.saved() == position(10 * MOST_AHEAD)
 
 
