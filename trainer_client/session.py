@@ -142,7 +142,9 @@ class Session:
                 return rpc(lease)
             except grpc.RpcError as failed:
                 error = from_rpc(failed, self._address)
-            except ValueError as failed:  # what gRPC raises on a closed channel
+            except ValueError as failed:
+                if "closed" not in str(failed):  # as gRPC says of a channel
+                    raise
                 if self._stop.is_set():
                     raise MisuseError("the dataset was closed during a call") from failed
                 error = ServiceUnreachable(f"the channel to {self._address}: {failed}")
