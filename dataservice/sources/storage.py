@@ -172,12 +172,22 @@ class Storage:
         except FileNotFoundError:
             if not any(character in pattern for character in "*?["):
                 return None
-            entries = self._fs.glob(pattern, detail=True).values()
+            entries = map(self._target, self._fs.glob(pattern, detail=True).values())
             return [entry for entry in entries if entry["type"] == "file"]
         if info["type"] == "file":
             return [info]
         under = self._fs.find(pattern, detail=True).values()
-        return [entry for entry in under if str(entry["name"]).lower().endswith(tuple(suffixes))]
+        named = (each for each in under if str(each["name"]).lower().endswith(tuple(suffixes)))
+        return [*map(self._target, named)]
+
+    def _target(self, entry: dict[str, object]) -> dict[str, object]:
+        """A listing's entry; of a link, which a listing tells as no file, what it leads to. Raises
+        SourceError where it leads nowhere."""
+        if not entry.get("islink"):
+            return entry
+        path = str(entry["name"])
+        with self.translate(path, "be listed"):
+            return cast("dict[str, object]", self._fs.info(path))
 
     def open(self, path: str) -> IO[bytes]:
         """Open a file for reading. Raises SourceError when it cannot be opened."""

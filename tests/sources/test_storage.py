@@ -50,6 +50,26 @@ def test_patterns_and_folders_are_expanded_in_order(
     assert all(file.size_bytes == 10 and file.version for file in files)
 
 
+@pytest.mark.parametrize("pattern", ["*.tar", "**/*.tar", "{000,001}.tar", ""])
+def test_a_link_to_a_file_is_listed_as_that_file(tmp_path: Path, spec: Spec, pattern: str) -> None:
+    blob, linked = tmp_path / "blobs" / "8f3a", tmp_path / "snapshot"
+    blob.parent.mkdir()
+    linked.mkdir()
+    blob.write_bytes(b"x" * 10)
+    os.utime(blob, (1, 1))
+    (linked / "000.tar").write_bytes(b"x" * 10)
+    (linked / "001.tar").symlink_to(blob)  # as in the cache of Hugging Face's hub
+    _, file = list_files(spec(linked / pattern, "webdataset"))
+    assert (file.name, file.size_bytes, float(file.version)) == ("001.tar", 10, 1.0)
+
+
+@pytest.mark.parametrize("pattern", ["*.tar", ""])
+def test_a_link_that_leads_nowhere_is_named(folder: Path, spec: Spec, pattern: str) -> None:
+    (folder / "004.tar").symlink_to(folder / "gone.tar")
+    with pytest.raises(SourceError, match=r"004\.tar cannot be listed: there is no such file"):
+        list_files(spec(folder / pattern, "webdataset"))
+
+
 def test_a_name_with_the_signs_of_a_pattern_is_taken_as_it_is(tmp_path: Path, spec: Spec) -> None:
     (tmp_path / "a[1]*.tar").write_bytes(b"")
     (file,) = list_files(spec(tmp_path / "a[1]*.tar", "webdataset"))
