@@ -67,6 +67,23 @@ def test_images_under_other_names_are_read(tmp_path, spec, name, column):
     assert media(raw) == [("image", PNG)]
 
 
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_columns_that_a_writer_kept_as_views_are_read_as_any_others(tmp_path, spec, use_dictionary):
+    table = pa.table(
+        {
+            "jpg": pa.array([JPEG, None], pa.binary_view()),
+            "thing": pa.array([b"a", None], pa.binary_view()),
+            "question": pa.array(["Which?", "Who?"], pa.string_view()),
+            "answer": ["This.", "They."],
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=use_dictionary)
+    first, second = samples(spec, tmp_path / "a.parquet")
+    assert media(first) == [("image", JPEG)]
+    assert first.record == {"question": "Which?", "answer": "This."}
+    assert (media(second), second.record["question"]) == ([], "Who?")
+
+
 def test_all_media_are_read_by_kind_and_then_in_the_order_of_the_schema(tmp_path, spec):
     columns = {
         "audio": held(WAV),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import IO, Any, Literal, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,13 +23,14 @@ _READ_BUFFER_BYTES = 256 * 1024
 
 Holding = Literal["whole", "few rows", "one row"]
 """The part of a row group that may be in memory at once."""
+Rows = TypeVar("Rows", pa.RecordBatch, pa.Table)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParquetFile:
-    """`columns` says what each column of the schema is for; `names` are the columns that are read.
-    With `looks_at_pages`, every page's header is read first, which over a network costs a request
-    per page."""
+    """`columns` says what each column of the schema is for; `names` are the columns that are read,
+    those of `views` as plain values. With `looks_at_pages`, every page's header is read first,
+    which over a network costs a request per page."""
 
     owner: str
     stream: IO[bytes]
@@ -37,6 +38,7 @@ class ParquetFile:
     groups: tuple[RowGroup, ...]
     columns: Columns
     names: list[str]
+    views: frozenset[str]
     limits: DecodeLimits
     looks_at_pages: bool
 
@@ -72,7 +74,9 @@ class ParquetFile:
                 f"{owner} is not a Parquet file, or a truncated one: {error}. Copy the file again, "
                 "or correct the source's format."
             ) from error
-        columns = columns_of(opened.schema_arrow)
+        stated: pa.Schema = opened.schema_arrow
+        plain = list(map(_plain_field, stated))
+        columns = columns_of(pa.schema(plain).with_metadata(stated.metadata))
         return ParquetFile(
             owner=owner,
             stream=stream,
@@ -80,6 +84,7 @@ class ParquetFile:
             groups=groups,
             columns=columns,
             names=[*columns.read, *(columns.unknown if with_unknown else ())],
+            views=frozenset(a.name for a, b in zip(stated, plain, strict=True) if a != b),
             limits=limits,
             looks_at_pages=looks_at_pages,
         )
@@ -121,16 +126,47 @@ class ParquetFile:
 
     def batches(self, group: int, holding: Holding) -> Iterator[pa.RecordBatch]:
         """A row group from its beginning, a few rows at a time."""
-        return self.opened.iter_batches(
+        batches = self.opened.iter_batches(
             batch_size=1 if holding == "one row" else FEW_ROWS,
             row_groups=[group],
             columns=self.names,
             use_threads=False,
         )
+        return map(self._plain, batches)
 
     def table(self, group: int) -> pa.Table:
         """A whole row group."""
-        return self.opened.read_row_group(group, columns=self.names, use_threads=False)
+        rows = self.opened.read_row_group(group, columns=self.names, use_threads=False)
+        return self._plain(rows)
+
+    def _plain(self, rows: Rows) -> Rows:
+        for name in self.views.intersection(self.names):
+            place = rows.schema.get_field_index(name)
+            field = _plain_field(rows.schema.field(place))
+            column: Any = rows.column(place)
+            rows = rows.set_column(place, field, column.cast(field.type))
+        return rows
+
+
+def _plain_field(field: "pa.Field[Any]") -> "pa.Field[Any]":
+    """The field with the plain type of the same values where Arrow's views are in it, as Parquet
+    files say that a writer had them: what columns are for, and the size of rows, is told by plain
+    types alone."""
+    return field.with_type(_plain_type(field.type))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        fields = [kind.field(place) for place in range(kind.num_fields)]
+        return pa.struct(list(map(_plain_field, fields)))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        items = _plain_field(kind.value_field)
+        return pa.list_(items) if pa.types.is_list(kind) else pa.large_list(items)
+    return kind
 
 
 def _shared_columns(groups: Sequence[RowGroup]) -> list[str]:
