@@ -1,5 +1,7 @@
 """Token counts against the figures that the models' authors publish."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -329,6 +331,11 @@ def test_impossible_options_are_refused_when_made(make):
         {"views": (View.whole(8, 8),), "texts": ("alone",)},
         {"views": (View.whole(8, 8),), "texts": ("one item", "of two", "runs")},
         {"views": (View.whole(8, 8),), "frame_indices": (0, 1, 2), "texts": ("", "", "")},
+        {"views": (View.whole(8, 8),), "grid": (1, 2, 2, 2)},
+        {"views": (View.whole(8, 8),), "grid": (1, 1, 0, 1)},
+        {"views": (View.whole(8, 8),), "grid": (1, 1, 1)},
+        {"views": (View.whole(8, 8),), "grid": (1, 1, 1, 1), "seconds_per_patch": 0.0},
+        {"views": (View.whole(8, 8),), "grid": (1, 1, 1, 1), "seconds_per_patch": math.nan},
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(fields):

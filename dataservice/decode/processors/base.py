@@ -5,6 +5,7 @@ from its source (`View`); `image.py` and `video.py` then resize and cut for all 
 makes the pixels of pictures itself is a `PixelMaker` besides.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -61,8 +62,9 @@ class VisionPlan:
     an equal share of the frames and tokens. A medium without texts is one run.
 
     If the model places tokens by a grid, `grid` is [t, h, w, merge] of each run: the number of
-    patches in time, height and width, and the number of patches per side that merge into one
-    token; `seconds_per_patch` is the time that a patch of a clip spans.
+    patches in time, height and width, together its encoder tokens, and the number of patches per
+    side that merge into one token; where none merge, some may be left out of the grid.
+    `seconds_per_patch` is the time that a patch of a clip spans.
     """
 
     encoder_tokens: int
@@ -92,6 +94,13 @@ class VisionPlan:
                 f"encoder and {self.llm_tokens} LLM tokens; the runs between them must have equal "
                 "shares"
             )
+        elif not self._is_placed:  # else an index of it would not open
+            problem = (
+                f"a grid of {self.grid} and {self.seconds_per_patch} seconds a patch for runs of "
+                f"{self.encoder_tokens // self.runs} encoder tokens; a grid is [t, h, w, merge], "
+                "each at least 1, and t · h · w are a run's encoder tokens unless merge is 1; "
+                "seconds are above 0"
+            )
         else:
             return
         raise SampleError(f"the vision processor plans {problem}. Mend the processor.")
@@ -106,6 +115,17 @@ class VisionPlan:
     def runs(self) -> int:
         """Number of runs of tokens, which is the number of encoder items."""
         return len(self.texts) - 1
+
+    @property
+    def _is_placed(self) -> bool:
+        """Whether the grid, where there is one, can be that of a run, and patches span time."""
+        if self.seconds_per_patch is not None and not 0 < self.seconds_per_patch < math.inf:
+            return False
+        if self.grid is None:
+            return True
+        *patches, merge = self.grid
+        whole = len(self.grid) == 4 and min(self.grid) >= 1
+        return whole and (merge == 1 or math.prod(patches) * self.runs == self.encoder_tokens)
 
     @property
     def _shared(self) -> tuple[int, int, int]:
