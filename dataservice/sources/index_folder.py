@@ -27,7 +27,11 @@ from dataservice.sources.roots import Roots
 MANIFEST = "manifest.json"
 LEFT_OUT = "left_out.jsonl"
 LENGTHS = "lengths.bin"
-_PIECE = re.compile(r"(part-\w+\.parquet)\.(\d+)-(\d+)-(\d+)")
+_PART = r"part-[0-9a-f]{16}\.parquet"
+_PIECE = re.compile(rf"({_PART})\.(\d+)-(\d+)-(\d+)")
+# Others may keep files in a folder that an index is written into, such as a data set's
+# part-00000.parquet.
+_OURS = re.compile(rf"{_PART}(\.\d+-\d+-\d+)?|.+\.[0-9a-f]{{32}}\.tmp")
 
 
 class IndexFolder:
@@ -94,10 +98,11 @@ class IndexFolder:
             raise
 
     def remove_others(self, kept: set[str]) -> None:
-        """Remove parts of files that no longer exist, and leftovers of interrupted runs."""
+        """Remove parts of files that no longer exist, and leftovers of interrupted runs; nothing
+        that no index has written."""
         with translate(self.owner, self.path, "be tidied"):
             for name, path in self._paths().items():
-                if name not in kept and (name.startswith("part-") or name.endswith(".tmp")):
+                if name not in kept and _OURS.fullmatch(name):
                     self._fs.rm(path)
 
     def pieces(self) -> dict[str, list[FilePiece]]:

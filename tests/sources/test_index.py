@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -200,13 +201,25 @@ def test_only_what_changed_is_indexed_again_and_leftovers_go(
     before = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
     write_tar(tmp_path / "data" / "0.tar", [("new.txt", b"x")])
     (tmp_path / "data" / "2.tar").unlink()
-    (tmp_path / "index" / "shards" / "part-0.parquet.0.tmp").write_bytes(b"of a killed run")
+    left = f"{part_name('0.tar')}.{uuid.uuid4().hex}.tmp"
+    (tmp_path / "index" / "shards" / left).write_bytes(b"of a killed run")
     counting.measured = 0
     after = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: counting)
     assert (after.files_reused, counting.measured, after.rows) == (1, 1, 4)
     assert after.fingerprint != before.fingerprint
     kept = [path.name for path in (tmp_path / "index" / "shards").glob("part-*")]
     assert sorted(kept) == sorted(map(part_name, ("0.tar", "1.tar")))
+
+
+@pytest.mark.parametrize("name", ["part-00000.parquet", "part-0.snappy.parquet", "notes.tmp"])
+def test_files_of_others_in_the_folder_of_an_index_stay(
+    tmp_path: Path, shards: SourceSpec, counting: Counting, name: str
+) -> None:
+    theirs = tmp_path / "data" / "shards" / name
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"a data set of the source's name")
+    build_index(shards, out_dir=str(tmp_path / "data"), make_measurer=lambda: counting)
+    assert theirs.read_bytes() == b"a data set of the source's name"
 
 
 def test_a_damaged_part_is_written_again(

@@ -348,7 +348,7 @@ def test_where_it_cannot_be_written_the_index_is_made_without_it(index, monkeypa
 
 
 def test_what_a_killed_run_left_of_it_goes_with_the_next(index):
-    left = index.folder / f"{LENGTHS}.0123.tmp"
+    left = index.folder / f"{LENGTHS}.{'0123' * 8}.tmp"
     left.write_bytes(b"x")
     index.index()
     assert not left.exists()
