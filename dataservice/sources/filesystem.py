@@ -59,6 +59,7 @@ _LASTING = (
     ValueError,
 )
 _LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT}
+_LASTING_ERRNOS |= {errno.ELOOP, errno.ENXIO}
 # Libraries whose errors always concern storage.
 _CLIENTS = {"aiohttp", "aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs"} | {
     "adlfs", "azure", "huggingface_hub", "httpx", "httpx2", "httpcore",

@@ -1,5 +1,6 @@
 """Finding, opening and reading the files of a source."""
 
+import errno
 import os
 import posixpath
 import re
@@ -41,6 +42,9 @@ from dataservice.sources.roots import Roots
 # Reading a gap of this size costs less than another request to an object store.
 BRIDGED_GAP_BYTES = 64 * 1024
 _PATTERN = re.compile(r"[*?\[{]")
+# What opening a name says of a folder that is a file, of links in a circle, and of a socket: it is
+# the one record's mistake that names it.
+_NO_FILE = {errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -404,8 +408,13 @@ def _read_local(
     real, top = os.path.realpath(full), os.path.realpath(folder)
     if not real.startswith(f"{top.rstrip('/')}/"):
         raise _outside(relative, folder)
-    # Otherwise opening a pipe without a writer would block.
-    descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        # Otherwise opening a pipe without a writer would block.
+        descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise FileNotFoundError(real) from error
+        raise
     with open(descriptor, "rb") as stream:
         if roots is not None and not roots.hold_file(path_of(descriptor, real)):
             raise _outside(relative, folder)

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +159,9 @@ def test_an_empty_text_in_place_of_a_path_is_told_as_such(
         (b'{"text": "\xff"}', "line 2 .* not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
         (b'{"image": "gone.jpg"}', "no file 'gone.jpg'"),
+        (b'{"image": "a.jsonl/b.jpg"}', "no file 'a.jsonl/b.jpg'"),
+        (b'{"image": "circle.jpg"}', "no file 'circle.jpg'"),
+        (b'{"image": "socket.jpg"}', "no file 'socket.jpg'"),
         (b'{"image": "."}', "inside the folder"),
         (b'{"image": 3}', "key 'image' holds 3"),
         (b'{"image": {"path": "a.jpg"}}', "key 'image' holds {'path'"),
@@ -170,6 +175,8 @@ def test_an_empty_text_in_place_of_a_path_is_told_as_such(
 def test_one_bad_line_leaves_the_others(
     tmp_path: Path, spec: Spec, line: bytes, reason: str
 ) -> None:
+    (tmp_path / "circle.jpg").symlink_to("circle.jpg")
+    os.mknod(tmp_path / "socket.jpg", stat.S_IFSOCK)
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + line + b'\n\n  \n{"text": "b"}')
     first, second, third = scan(spec(tmp_path / "a.jsonl", "jsonl"))
     assert isinstance(first.raw, RawSample)

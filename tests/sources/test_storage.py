@@ -171,7 +171,7 @@ PASSING = (
 )  # fmt: skip
 LASTING = (
     FileNotFoundError("p"), PermissionError("p"), OSError(22, "range"), HttpError(404),
-    MemoryError("p"),
+    MemoryError("p"), OSError(40, "a circle of links"), OSError(6, "a socket"),
 )  # fmt: skip
 
 
