@@ -411,7 +411,7 @@ def _content(content: object, split: "_Splitter") -> tuple[Part, ...]:
         elif isinstance(part, Mapping) and str(part.get("type")) in PART_KINDS:
             _refuse_options(part)
             parts.append(MediaPart(kind=PART_KINDS[str(part["type"])]))
-        elif isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS:
+        elif isinstance(part, Mapping) and str(part.get("type")) in _TEXT_PARTS:
             # A template may write something around an empty text as well.
             parts.extend(split(str(part.get("text") or "")) or [""])
         else:

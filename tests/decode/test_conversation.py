@@ -208,6 +208,7 @@ def test_tools_may_be_a_string_of_json_and_turns_of_sharegpt_keep_their_calls():
         ({"messages": "[{"}, (), "not JSON"),
         ({"messages": [{"content": "x"}]}, (), "role None"),
         ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, (), "a part must be"),
+        ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, (), "a part must be"),
         ({"messages": [{"role": "user", "content": 3}]}, (), "a part must be"),
         (
             {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]},
