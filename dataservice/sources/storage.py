@@ -353,6 +353,8 @@ class Storage:
         spellings = {relative} if self._local else {relative, unquote(relative)}
         if any(map(_leaves, spellings)):
             raise _outside(relative, folder)
+        if not _can_be_written(relative, local=self._local):
+            raise _no_file(relative, folder)
         full = f"{folder}/{_normal(relative)}"
         if not is_allowed(self._roots, self._fs, full):
             raise _outside(relative, folder)
@@ -367,9 +369,7 @@ class Storage:
                 ask = partial(self._fs.cat_file, full, **exactly(self._fs))
                 data = cast(bytes, patiently(lambda: ask(start=0, end=limits.max_media_bytes + 1)))
         except (FileNotFoundError, IsADirectoryError) as error:
-            raise SampleError(
-                f"there is no file {relative!r} in {folder!r}. Restore it or correct the path."
-            ) from error
+            raise _no_file(relative, folder) from error
         limits.check("max_media_bytes", len(data), f"file {relative!r}: bytes")
         if self._kept is not None:
             self._kept.keep_whole(full, data)
@@ -443,6 +443,22 @@ def _leaves(relative: str) -> bool:
         or "://" in relative
         or inside in ("..", ".")
         or inside.startswith(("/", "../"))
+    )
+
+
+def _can_be_written(relative: str, *, local: bool) -> bool:
+    """Whether a name has bytes. JSON may hold halves of surrogate pairs, of which Python itself
+    writes some for the bytes of local names that are not UTF-8."""
+    try:
+        relative.encode(errors="surrogateescape" if local else "strict")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _no_file(relative: str, folder: str) -> SampleError:
+    return SampleError(
+        f"there is no file {relative!r} in {folder!r}. Restore it or correct the path."
     )
 
 

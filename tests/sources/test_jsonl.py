@@ -162,6 +162,7 @@ def test_an_empty_text_in_place_of_a_path_is_told_as_such(
         (b'{"image": "a.jsonl/b.jpg"}', "no file 'a.jsonl/b.jpg'"),
         (b'{"image": "circle.jpg"}', "no file 'circle.jpg'"),
         (b'{"image": "socket.jpg"}', "no file 'socket.jpg'"),
+        (rb'{"image": "\ud800.jpg"}', r"no file '\\ud800.jpg'"),
         (b'{"image": "."}', "inside the folder"),
         (b'{"image": 3}', "key 'image' holds 3"),
         (b'{"image": {"path": "a.jpg"}}', "key 'image' holds {'path'"),
