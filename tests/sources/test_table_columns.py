@@ -206,6 +206,8 @@ def test_media_nested_in_other_features_are_refused_by_name(tmp_path, spec):
         pa.array([None, PNG]).dictionary_encode(),
         pa.array([None, [PNG]], pa.list_(pa.large_binary())),
         pa.array([[], [{"crop": {"raw": PNG}}]]),
+        pa.array([None, [b"\0", PNG]], pa.list_(pa.binary(), 2)),
+        pa.array([[], [("left", PNG)]], pa.map_(pa.string(), pa.binary())),
     ],
 )
 def test_bytes_of_no_known_use_that_are_media_are_refused_by_name(tmp_path, spec, column):
@@ -227,6 +229,10 @@ def test_bytes_and_vectors_that_are_no_media_stay_unread(tmp_path, spec):
         "clip_embedding": pa.array([b"\x01\x02" * 8]),
         "image_hash": pa.array([b"\x9f" * 16]),
         "when": pa.array([0], pa.timestamp("s")),
+        "fetched": pa.array(
+            [{"head": [("server", "x")], "sum": b"\x9f" * 16}],
+            pa.struct([("head", pa.map_(pa.string(), pa.string())), ("sum", pa.binary())]),
+        ),
     }
     (raw,) = samples(spec, write(tmp_path / "a.parquet", columns))
     assert (raw.record, raw.media) == ({"text": "t"}, ())

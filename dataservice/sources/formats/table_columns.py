@@ -240,7 +240,9 @@ def _is_textual(kind: pa.DataType, *, numbers: bool) -> bool:
 def _has_bytes(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(_has_bytes(kind.field(place).type) for place in range(kind.num_fields))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if pa.types.is_map(kind):
+        return _has_bytes(kind.key_type) or _has_bytes(kind.item_type)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return _has_bytes(kind.value_type)
     return _is_bytes(kind)
 
@@ -249,7 +251,10 @@ def _heads(array: "pa.Array[Any]") -> Iterator[bytes]:
     """The first bytes of every value in an array, at any depth of nesting."""
     if isinstance(array, pa.DictionaryArray):
         yield from _heads(array.dictionary.take(array.indices.drop_null().unique()))
-    elif isinstance(array, pa.ListArray | pa.LargeListArray):
+    elif isinstance(array, pa.MapArray):  # a ListArray too, which is not flattened as one
+        yield from _heads(array.keys)
+        yield from _heads(array.items)
+    elif isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
         yield from _heads(pc.list_flatten(array))
     elif isinstance(array, pa.StructArray):
         for field in array.flatten():
