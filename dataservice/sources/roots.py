@@ -81,7 +81,10 @@ class Roots:
         return self._hold_resolved(path)
 
     def _hold_resolved(self, path: str) -> bool:
-        real = os.path.realpath(path)
+        try:
+            real = os.path.realpath(path)
+        except UnicodeEncodeError:  # half of a surrogate pair, which no file's name has
+            return False
         return any(_under(real, os.path.realpath(folder)) for folder in self.folders)
 
 

@@ -84,6 +84,7 @@ def test_what_lies_under_a_root_is_read(home: Path, roots: Roots, place: str) ->
         "simplecache::HOME/vision/a.jsonl",
         "https://data.test@evil.test/open/a.tar",
         "https://data.test/opening/a.tar",
+        "HOME/vision/\ud800.jsonl",
         "HOME/vision/a\0.jsonl",
     ],
 )
