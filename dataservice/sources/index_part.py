@@ -1,15 +1,17 @@
 """One part of an index: the samples of one source file as Parquet, one row a sample."""
 
 import base64
+import traceback
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import IO, Any, Protocol
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataservice.core.errors import SampleError, SampleTooLongError
+from dataservice.core.errors import SampleError, SampleTooLongError, ServiceError
 from dataservice.core.ports import SampleMeasurer
 from dataservice.core.sample import RawSample, SampleLengths, piece_key
 from dataservice.sources.checksum import CONTENT_BYTES, sample_checks
@@ -26,6 +28,8 @@ from dataservice.sources.manifest import (
 from dataservice.sources.packed_lengths import pack_lengths
 from dataservice.sources.rows_digest import LOSS_WEIGHT, RowsDigest
 from dataservice.sources.storage import SourceFile
+
+Made = TypeVar("Made")
 
 LENGTH_COLUMNS = (
     "llm_tokens",
@@ -286,7 +290,7 @@ def usable(sample: ScannedSample) -> RawSample:
 
 def measured(raw: RawSample, measurer: SampleMeasurer) -> SampleLengths:
     """A sample's lengths. Raises SampleError where it cannot be used, or has no token."""
-    lengths = measurer.measure(raw)
+    lengths = _made(measurer.measure, raw)
     _require_tokens(lengths)
     return lengths
 
@@ -296,9 +300,25 @@ def measured_pieces(
 ) -> Sequence[tuple[int, SampleLengths]]:
     """The samples that a sample as read becomes, each with its piece's number: the whole (0), or
     pieces from 1. Raises SampleError where it cannot be used, or has no token."""
-    found = measurer.measure_pieces(raw)
+    found = _made(measurer.measure_pieces, raw)
     _require_tokens(found[0])
     return list(enumerate(found, start=1 if len(found) > 1 else 0))
+
+
+def _made(measure: Callable[[RawSample], Made], raw: RawSample) -> Made:
+    """What measuring gives. Raises SampleError also for a surprise of a codec, a template or code
+    of the user's own, as decoding masks the sample then."""
+    try:
+        return measure(raw)
+    except (ServiceError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise SampleError(
+            f"measuring it failed unexpectedly: {type(error).__name__}: {error}, at line "
+            f"{frame.lineno} of {Path(frame.filename).name}. Leave it out, or mend the chat "
+            "template or the code of your own that takes it."
+        ) from error
 
 
 def _require_tokens(lengths: SampleLengths) -> None:

@@ -211,6 +211,39 @@ def test_only_what_changed_is_indexed_again_and_leftovers_go(
     assert sorted(kept) == sorted(map(part_name, ("0.tar", "1.tar")))
 
 
+class Failing(Counting):
+    """Fails at one sample."""
+
+    def __init__(self, inner: SampleMeasurer, error: Exception) -> None:
+        super().__init__(inner)
+        self.error = error
+
+    def measure(self, raw: RawSample) -> SampleLengths:
+        if raw.key == "11":
+            raise self.error
+        return super().measure(raw)
+
+
+def test_a_surprise_of_a_processor_leaves_out_its_sample_alone(
+    tmp_path: Path, shards: SourceSpec, counting: Counting
+) -> None:
+    failing = Failing(counting.inner, KeyError("boxes"))
+    summary = build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: failing)
+    assert summary.rows == 10
+    (reason,) = (each.reason for each in summary.skipped if each.key == "11")
+    assert re.match(r"measuring it failed .*: KeyError: 'boxes', at line \d+ of test_ind", reason)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError("the tokenizer's disk is full")])
+def test_what_is_no_fault_of_a_sample_leaves_none_out(
+    tmp_path: Path, shards: SourceSpec, counting: Counting, error: Exception
+) -> None:
+    failing = Failing(counting.inner, error)
+    with pytest.raises((MemoryError, OSError, SourceError)):
+        build_index(shards, out_dir=str(tmp_path / "index"), make_measurer=lambda: failing)
+    assert not list((tmp_path / "index" / "shards").glob(MANIFEST))
+
+
 @pytest.mark.parametrize("name", ["part-00000.parquet", "part-0.snappy.parquet", "notes.tmp"])
 def test_files_of_others_in_the_folder_of_an_index_stay(
     tmp_path: Path, shards: SourceSpec, counting: Counting, name: str
