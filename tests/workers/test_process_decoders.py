@@ -243,8 +243,8 @@ def test_owners_share_one_nursery_and_each_ends_what_is_its_own():
     )
     mine, yours, ended = one.fork(), other.fork(), other.fork()
     assert {parent_of(child.process_id) for child in (mine, yours, ended)} == {process.program.pid}
-    assert process_name(mine) == "one"
-    assert process_name(yours) == "other"
+    wait_for(lambda: process_name(mine) == "one")  # each sets its own, after it was forked
+    wait_for(lambda: process_name(yours) == "other")
     ended.kill()
     assert "died of SIGKILL" in other.end(ended)
     one.close()
