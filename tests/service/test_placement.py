@@ -87,7 +87,7 @@ def serving(home, monkeypatch, *, workers=2, caches=True):
 
     starting = ContextVar("starting")
 
-    async def apart(settings, serve_host, worker):
+    async def apart(settings, serve_host, worker, *, nursery):
         seat = worker.removeprefix("worker-").partition(".")[0]
         kept = str(home / f"cache-{seat}") if caches else None
         starting.set(worker)
@@ -97,7 +97,8 @@ def serving(home, monkeypatch, *, workers=2, caches=True):
             where = replace(where, node=f"node-{seat}")
             return await serve_host(host, where=where, sent=sent, **more)
 
-        return await serve_worker_process(replace(settings, decoded_cache=kept), seen, worker)
+        mine = replace(settings, decoded_cache=kept)
+        return await serve_worker_process(mine, seen, worker, nursery=nursery)
 
     def kept_in_sight(*given, **more):
         host = made.hosts[starting.get()] = DecodingHost(*given, **more)
