@@ -1,11 +1,8 @@
 """A service that starts says what it does, as it goes."""
 
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,19 +16,18 @@ STEPS = (
 )
 
 
-@contextmanager
-def refused_port() -> Iterator[str]:
-    """An address in use: a service gets as far as listening there, and ends."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        yield f"127.0.0.1:{taken.getsockname()[1]}"
-
-
 def started(state: Path, *flags: str, stderr: int) -> None:
-    with refused_port() as address:
-        arguments = ["--listen", address, "--state-dir", str(state), "--pool", "local"]
-        command = [sys.executable, "-m", "dataservice.cli.main", "serve", "--workers", "1"]
-        done = subprocess.run([*command, *arguments, *flags], stderr=stderr, timeout=120)
-    assert done.returncode == 1
+    """A service that serves, and is ended."""
+    arguments = ["--listen", "127.0.0.1:0", "--state-dir", str(state), "--pool", "local"]
+    command = [sys.executable, "-m", "dataservice.cli.main", "serve", "--workers", "1"]
+    with subprocess.Popen(
+        [*command, *arguments, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True
+    ) as service:
+        assert service.stdout is not None
+        assert any(line.startswith("serving at ") for line in service.stdout)
+        service.terminate()
+        service.stdout.read()
+        assert service.wait(timeout=60) == 0
 
 
 def in_order(lines: list[str]) -> list[str]:
