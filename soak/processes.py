@@ -54,20 +54,26 @@ def workers(home: Path) -> list[psutil.Process]:
 
 def decoders(home: Path) -> list[psutil.Process]:
     """The decoder processes: each is forked by a nursery, and has a name of its own."""
-    return [process for process in family(home) if _of(process, "name") == "decoder"]
+    return named(home, "decoder")
 
 
 def nurseries(home: Path) -> list[psutil.Process]:
     """The processes that have forked decoders: of a pool of Ray, one per worker."""
-    forking = {_of(decoder, "ppid") for decoder in decoders(home)}
+    forking = set()
+    for decoder in decoders(home):
+        with contextlib.suppress(psutil.Error):
+            forking.add(decoder.ppid())
     return [process for process in family(home) if process.pid in forking]
 
 
-def _of(process: psutil.Process, what: str) -> object:
-    """Its name or its parent; None where it has ended."""
-    with contextlib.suppress(psutil.Error):
-        return getattr(process, what)()
-    return None
+def named(home: Path, name: str) -> list[psutil.Process]:
+    """The processes that bear this name, as those that a nursery forks do."""
+    found = []
+    for process in family(home):
+        with contextlib.suppress(psutil.Error):  # it may end while it is looked at
+            if process.name() == name:
+                found.append(process)
+    return found
 
 
 def send(process: psutil.Process, number: signal.Signals) -> bool:

@@ -50,12 +50,25 @@ class RenewedChannel:
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
         """As grpc.Channel."""
-        return lambda *given, **how: self._newest.unary_unary(*method, **options)(*given, **how)
+        return self._along(lambda channel: channel.unary_unary(*method, **options))
 
     def unary_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
         """As grpc.Channel."""
-        return lambda *given, **how: self._newest.unary_stream(*method, **options)(*given, **how)
+        return self._along(lambda channel: channel.unary_stream(*method, **options))
 
     def stream_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
         """As grpc.Channel."""
-        return lambda *given, **how: self._newest.stream_stream(*method, **options)(*given, **how)
+        return self._along(lambda channel: channel.stream_stream(*method, **options))
+
+    def _along(self, make: Callable[[grpc.Channel], Callable[..., Any]]) -> Callable[..., Any]:
+        """What `make` gives of the newest channel, made once of each."""
+        made: tuple[grpc.Channel, Callable[..., Any]] | None = None
+
+        def call(*given: Any, **how: Any) -> Any:
+            nonlocal made
+            newest, along = self._newest, made
+            if along is None or along[0] is not newest:
+                made = along = newest, make(newest)
+            return along[1](*given, **how)
+
+        return call

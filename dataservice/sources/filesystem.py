@@ -58,8 +58,10 @@ _LASTING = (
     TypeError,
     ValueError,
 )
-_LASTING_ERRNOS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT}
-_LASTING_ERRNOS |= {errno.ELOOP, errno.ENXIO}
+_LASTING_ERRNOS = {
+    errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP,
+    errno.ENXIO,
+}  # fmt: skip
 # Libraries whose errors always concern storage.
 _CLIENTS = {"aiohttp", "aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs"} | {
     "adlfs", "azure", "huggingface_hub", "httpx", "httpx2", "httpcore",

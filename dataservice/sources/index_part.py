@@ -290,7 +290,7 @@ def usable(sample: ScannedSample) -> RawSample:
 
 def measured(raw: RawSample, measurer: SampleMeasurer) -> SampleLengths:
     """A sample's lengths. Raises SampleError where it cannot be used, or has no token."""
-    lengths = _made(measurer.measure, raw)
+    lengths = _without_surprise(measurer.measure, raw)
     _require_tokens(lengths)
     return lengths
 
@@ -300,12 +300,12 @@ def measured_pieces(
 ) -> Sequence[tuple[int, SampleLengths]]:
     """The samples that a sample as read becomes, each with its piece's number: the whole (0), or
     pieces from 1. Raises SampleError where it cannot be used, or has no token."""
-    found = _made(measurer.measure_pieces, raw)
+    found = _without_surprise(measurer.measure_pieces, raw)
     _require_tokens(found[0])
     return list(enumerate(found, start=1 if len(found) > 1 else 0))
 
 
-def _made(measure: Callable[[RawSample], Made], raw: RawSample) -> Made:
+def _without_surprise(measure: Callable[[RawSample], Made], raw: RawSample) -> Made:
     """What measuring gives. Raises SampleError also for a surprise of a codec, a template or code
     of the user's own, as decoding masks the sample then."""
     try:

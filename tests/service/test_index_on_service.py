@@ -17,7 +17,7 @@ import yaml
 
 from dataservice.sources.index_folder import LENGTHS, part_name
 from dataservice.sources.part_sums import SUMS
-from soak.processes import family, workers
+from soak.processes import named, workers
 from soak.service import ROOT
 from tests.service.small import make_corpus, write_job, write_jsonl
 from tests.service.support import ServiceProcess, dataservice, serving, wait_for
@@ -136,13 +136,8 @@ def test_a_command_that_is_killed_is_resumed_by_the_next(service, home, job, beg
 
 
 def indexers(service: ServiceProcess) -> list[psutil.Process]:
-    """The processes that carry out an errand: children of a nursery of the same name."""
-    found = []
-    for each in family(service.home):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may end while it is looked at
-            if each.name() == "indexer":
-                found.append(each)
-    return found
+    """The processes that carry out an errand."""
+    return named(service.home, "indexer")
 
 
 def stopped_at_work(service: ServiceProcess) -> psutil.Process | None:

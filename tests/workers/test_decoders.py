@@ -16,10 +16,9 @@ from tests.workers.trouble import FACTORY, a_sample, decode, pipeline_in
 @pytest.fixture(scope="module", params=[ThreadDecoders, ProcessDecoders])
 def decoders(request):
     made = request.param(FACTORY, slots=2)
-    with ThreadPoolExecutor(1) as starter:  # its processes live as long as its thread
-        starter.submit(made.start).result()
-        yield made
-        made.close()
+    made.start()
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -54,17 +53,16 @@ def test_arrays_come_back_as_they_were_decoded(decoders, pipeline, shape):
 def test_items_made_in_the_memory_that_is_handed_over_arrive_whole(tmp_path):
     """Those before and behind them keep theirs while somebody looks at them."""
     decoders = ProcessDecoders(FACTORY, slots=1)
-    with ThreadPoolExecutor(1) as starter:
-        starter.submit(decoders.start).result()
-        pipeline, held, in_place = pipeline_in(tmp_path), [], 0
-        for _ in range(6):
-            held = held[-1:] + decode(decoders, pipeline, "good", "place", images=2, sounds=1)
-            for outcome in held:
-                number = outcome.sample.input_ids[0]
-                assert all(np.all(item == number) for item in outcome.sample.items[:2])
-                assert np.all(outcome.sample.items[2] == number / 8)
-        in_place = len(list(tmp_path.glob("place.in-place")))
-        decoders.close()
+    decoders.start()
+    pipeline, held, in_place = pipeline_in(tmp_path), [], 0
+    for _ in range(6):
+        held = held[-1:] + decode(decoders, pipeline, "good", "place", images=2, sounds=1)
+        for outcome in held:
+            number = outcome.sample.input_ids[0]
+            assert all(np.all(item == number) for item in outcome.sample.items[:2])
+            assert np.all(outcome.sample.items[2] == number / 8)
+    in_place = len(list(tmp_path.glob("place.in-place")))
+    decoders.close()
     assert in_place, "memory of earlier samples was given"
 
 

@@ -33,13 +33,9 @@ LIMIT_S = 60.0
 @contextlib.contextmanager
 def decoding(slots=1, timeout_s=30.0, memory_bytes=None, factory=FACTORY):
     decoders = ProcessDecoders(factory, slots=slots, timeout_s=timeout_s, memory_bytes=memory_bytes)
-    # The kernel ends the processes with the thread that starts them.
-    with ThreadPoolExecutor(1) as starter:
-        starter.submit(decoders.start).result()
-        try:
-            yield decoders
-        finally:
-            decoders.close()
+    decoders.start()
+    with contextlib.closing(decoders):
+        yield decoders
 
 
 @pytest.fixture(scope="module")
@@ -221,19 +217,17 @@ def test_a_sample_is_given_up_whose_nurseries_die_again_and_again(tmp_path):
 
 def test_what_a_gone_nursery_forked_is_ended_without_harm_to_the_next():
     nursery = Nursery(DecoderProgram(FACTORY), name="decoder")
-    with ThreadPoolExecutor(1) as starter:
-        starter.submit(nursery.start).result()
-        first, second = (starter.submit(nursery.fork).result() for _ in range(2))
-        os.kill(parent_of(first.process_id), signal.SIGKILL)
-        nursery.end(first)
-        heir, other = (starter.submit(nursery.fork).result() for _ in range(2))
-        nursery.end(second)
-        assert not heir.ended
-        endings = [nursery.end(child) for child in (heir, other)]
-        assert all("died of SIGKILL" in ending for ending in endings), "its nursery saw them end"
-        orphaned = [child.orphaned for child in (first, second, heir, other)]
-        assert orphaned == [True, True, False, False]
-        nursery.close()
+    first, second = nursery.fork(), nursery.fork()
+    os.kill(parent_of(first.process_id), signal.SIGKILL)
+    nursery.end(first)
+    heir, other = nursery.fork(), nursery.fork()
+    nursery.end(second)
+    assert not heir.ended
+    endings = [nursery.end(child) for child in (heir, other)]
+    assert all("died of SIGKILL" in ending for ending in endings), "its nursery saw them end"
+    orphaned = [child.orphaned for child in (first, second, heir, other)]
+    assert orphaned == [True, True, False, False]
+    nursery.close()
 
 
 def test_owners_share_one_nursery_and_each_ends_what_is_its_own():
@@ -266,16 +260,24 @@ def test_owners_share_one_nursery_and_each_ends_what_is_its_own():
         owner.end(child)
 
 
-def test_an_owner_that_cannot_be_loaded_leaves_the_others_alone(tmp_path, monkeypatch):
-    process = NurseryProcess()
-    good = Nursery(DecoderProgram(FACTORY), name="good", process=process)
-    child = good.fork()
-    (tmp_path / "fleeting.py").write_text("def make(pipeline): ...")
+@pytest.fixture
+def fleeting(tmp_path, monkeypatch):
+    """A function whose module no other process finds."""
+    module = tmp_path / "fleeting.py"
+    module.write_text("def make(pipeline): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "fleeting", raising=False)
     import fleeting
 
-    bad = Nursery(fleeting.make, name="bad", process=process)
-    (tmp_path / "fleeting.py").unlink()
+    module.unlink()
+    return fleeting.make
+
+
+def test_an_owner_that_cannot_be_loaded_leaves_the_others_alone(fleeting):
+    process = NurseryProcess()
+    good = Nursery(DecoderProgram(FACTORY), name="good", process=process)
+    bad = Nursery(fleeting, name="bad", process=process)
+    child = good.fork()
     with pytest.raises(WorkerLostError, match=r"bad processes cannot start: ModuleNotFoundError"):
         bad.start()
     bad.close()
@@ -288,14 +290,9 @@ def process_name(child):
     return Path(f"/proc/{child.process_id}/comm").read_text().strip()
 
 
-def test_a_factory_that_a_fresh_process_cannot_import_is_said_so(tmp_path, monkeypatch):
-    (tmp_path / "fleeting.py").write_text("def make(pipeline): ...")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import fleeting
-
-    factory = PipelineFactory(reader_for=fleeting.make, decoder_for=fleeting.make)
+def test_a_factory_that_a_fresh_process_cannot_import_is_said_so(fleeting):
+    factory = PipelineFactory(reader_for=fleeting, decoder_for=fleeting)
     decoders = ProcessDecoders(factory, slots=1)
-    (tmp_path / "fleeting.py").unlink()
     with pytest.raises(WorkerLostError, match=r"cannot start: ModuleNotFoundError.*fleeting"):
         decoders.start()
     decoders.close()

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ from tests.workers.trouble import a_sample, decode, pipeline_in
 
 @pytest.fixture(scope="module")
 def decoders():
-    with pytest.MonkeyPatch.context() as environment, ThreadPoolExecutor(1) as starter:
+    with pytest.MonkeyPatch.context() as environment:
         environment.setenv(SECRET, "hunter2")
         made = ProcessDecoders(FACTORY, slots=1, timeout_s=30.0)
-        # The kernel ends the processes with the thread that starts them.
-        starter.submit(made.start).result()
+        made.start()
         with contextlib.closing(made):
             yield made
 
