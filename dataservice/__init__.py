@@ -30,3 +30,5 @@ def _kernel_cache() -> Path:
 
 if os.access(_PLANNING, os.W_OK):
     os.environ.setdefault("NUMBA_CACHE_DIR", str(_kernel_cache()))
+    if (numba := sys.modules.get("numba")) is not None:  # has read the environment already
+        numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"]
