@@ -259,8 +259,10 @@ def _met_once(phases: Phases, plan: StepPlan, items: EncoderLoads, topology: Top
     """Each replica at its own pace, until the last of them has ended."""
     stages = topology.pipeline_stages
     there, back = _both_ways(phases, topology)
+    # Copied: where nothing is to be broadcast it is a read-only view, for which `_walk` would be
+    # compiled once more, in the midst of a job.
     moved, returned = (
-        np.ascontiguousarray(np.broadcast_to(way, there.shape))
+        np.array(np.broadcast_to(way, there.shape), order="C")
         for way in _exchange_ways(phases, topology)
     )
     order = np.arange(items.phase.size)

@@ -45,6 +45,7 @@ def warm_up() -> None:
     choices = [PlanOptions(memory_tokens=MEMORY_TOKENS, strategy=name) for name in STRATEGIES]
     choices.append(PlanOptions(memory_tokens=MEMORY_TOKENS, pack="balanced"))
     choices.append(PlanOptions(memory_tokens=MEMORY_TOKENS, full_attention="items"))
+    choices.append(PlanOptions(memory_tokens=MEMORY_TOKENS, pack="joint", solver="dp"))
     tight = MemoryModel(
         budget_bytes=4 * MEMORY_TOKENS, llm_token_bytes=4, vision_token_bytes=1, audio_token_bytes=1
     )
@@ -65,14 +66,21 @@ def warm_up() -> None:
 
 
 def _warm_placement(plan: StepPlan) -> None:
-    """Place the plan's packs on two workers."""
-    two = np.arange(2)
-    workers = WorkerSites(
-        queued=np.zeros(2), slots=np.ones(2, np.int64), site=two, cache=two, node=two, zone=two
-    )
+    """Place the plan's packs on two workers, and where there is one place alone."""
     at = np.zeros(plan.replicas, np.int64)
     pull = Pull(cache=np.zeros(len(plan.sample_ids), np.int64), node=at, zone=at)
-    place_packs(plan, np.arange(plan.packs), np.ones(plan.packs, np.int64), workers, pull)
+    packs, work = np.arange(plan.packs), np.ones(plan.packs, np.int64)
+    for count in (2, 1):
+        each = np.arange(count)
+        workers = WorkerSites(
+            queued=np.zeros(count),
+            slots=np.ones(count, np.int64),
+            site=each,
+            cache=each,
+            node=each,
+            zone=each,
+        )
+        place_packs(plan, packs, work, workers, pull)
 
 
 def _samples() -> StepSamples:

@@ -14,6 +14,7 @@ from numba.core.dispatcher import Dispatcher
 from benchmarks import workloads
 from dataservice import planning
 from dataservice.core.errors import PlanningError
+from dataservice.core.memory import MemoryModel
 from dataservice.core.plan_options import STRATEGIES, PlanOptions
 from dataservice.core.sample import LengthTable
 from dataservice.core.topology import Topology
@@ -25,6 +26,7 @@ from dataservice.planning.layout.search import LayoutTask, search_layout
 from dataservice.planning.layout.warm import warm_layouts
 from dataservice.planning.loads.partition import ALGORITHMS, partition
 from dataservice.planning.packs.isf import pack_isf
+from dataservice.planning.place_packs import Pull, WorkerSites, place_packs
 from dataservice.planning.warm import warm_up
 from tests.planning.layout.small_models import MODEL, nodes
 
@@ -38,6 +40,22 @@ CHOICES = [
     *({"strategy": strategy} for strategy in STRATEGIES),
     *({"pack": pack, "context": "dynamic"} for pack in ("joint", "balanced", "isf")),
 ]
+STEPS = [*itertools.product(CHOICES, TOPOLOGIES, (2, 16, 60, 200))]
+# What asks for kernels of its own: bytes of memory, replicas that meet once, DHP's eq. 8.
+STEPS += itertools.product(
+    [
+        {"memory": MemoryModel(budget_bytes=9e9, llm_token_bytes=1e6, vision_token_bytes=4e5)},
+        {"memory": MemoryModel(budget_bytes=9_000, llm_token_bytes=1, audio_token_bytes=1)},
+        {"pack": "joint", "solver": "dp"},
+        {"strategy": "full"},
+    ],
+    [
+        Topology(world_size=8, replicas_per_node=2),
+        Topology(world_size=1, replicas_meet="step"),
+        Topology(world_size=8, replicas_meet="step", features_ahead=True),
+    ],
+    (16, 60),
+)
 # Only asked for the words of an error, and compiled with the kernels that use it.
 NOT_WARM = "dataservice.planning.context.units.least_degree"
 KERNELS = {
@@ -66,15 +84,35 @@ def samples(rng, count, memory_tokens):
 
 
 def plan_steps(rng):
-    for choice, topology, count in itertools.product(CHOICES, TOPOLOGIES, (2, 16, 60, 200)):
+    for choice, topology, count in STEPS:
         for memory_tokens in (1024, 4096):
             options = PlanOptions(memory_tokens=memory_tokens, **choice)
             step = samples(rng, count, memory_tokens)
             try:
                 split_window(step.lengths, steps=2, options=options)
-                cut_step(compose_step(step, step=0, topology=topology, options=options))
+                plan = compose_step(step, step=0, topology=topology, options=options)
             except PlanningError:
-                pass  # a sample that no group of this topology can hold
+                continue  # a sample that no group of this topology can hold
+            cut_step(plan)
+            place(plan, rng)
+
+
+def place(plan, rng):
+    """The plan's packs on workers of one place, of several, and where no place is known."""
+    replicas, packs = np.zeros(plan.replicas, np.int64), np.arange(plan.packs)
+    for workers, sites in ((1, 1), (3, 1), (3, 3)):
+        for known in (np.arange(sites), np.full(sites, -1)):
+            places = WorkerSites(
+                queued=rng.random(workers),
+                slots=np.ones(workers, np.int64),
+                site=np.arange(workers) % sites,
+                cache=known,
+                node=known,
+                zone=known,
+            )
+            cache = rng.integers(0, sites, len(plan.sample_ids))
+            pull = Pull(cache=cache, node=replicas, zone=replicas)
+            place_packs(plan, packs, np.ones(plan.packs, np.int64), places, pull)
 
 
 def plan_parts(rng):

@@ -42,8 +42,9 @@ class EncoderRoom:
         apart = layout.encoder_stage == "own" and layout.pipeline_stages > 1
         return EncoderRoom(
             microbatch_bytes=int(memory.microbatch_bytes(layout)),
-            llm_token_bytes=0.0 if apart else memory.llm_token_bytes,
-            token_bytes=memory.encoder_token_bytes,
+            # A whole number of Python's would compile the kernels for whole numbers too.
+            llm_token_bytes=0.0 if apart else float(memory.llm_token_bytes),
+            token_bytes=tuple(map(float, memory.encoder_token_bytes)),
         )
 
     def unit_bytes(
