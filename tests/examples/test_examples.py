@@ -1,7 +1,6 @@
 """The examples as a reader would start them: torchrun, a real service, several world sizes."""
 
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -23,6 +22,7 @@ from transformers import (
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.setup import index_job
 from tests.examples.ranks import main
+from tests.forking import forking
 from tests.service.support import job_file, serving
 
 # A busy machine takes a minute to start four ranks, and the first test of a run makes the corpus.
@@ -52,8 +52,7 @@ def torchrun(ranks, module, service, *arguments):
 
 def forked(ranks, module, service, *arguments, job="job"):
     """The same from processes in which torch is imported already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "trainer_client.runtime"])
+    context = forking()
     # Ours, as an agent's under torchrun: nobody else can take the port before the ranks meet there.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:

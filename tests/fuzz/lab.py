@@ -6,7 +6,6 @@ try, so that one which kills it is known; the next process goes on behind it.
 
 import contextlib
 import importlib
-import multiprocessing
 import os
 import resource
 import signal
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, Literal
+
+from tests.forking import forking
 
 MIB = 2**20
 # Far above what a case may take, and below what would disturb the machine.
@@ -55,8 +56,7 @@ def run_cases(
 def _run_until_death(
     task: str, cases: Sequence[Any], cpu_limit_s: float, setting: object
 ) -> list[Outcome]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.fuzz.tasks"])  # which take a second to import
+    context = forking()
     ours, theirs = context.Pipe()
     begun = context.Value("q", -1)
     process = context.Process(target=_serve, args=(theirs, begun, task, cases, setting))

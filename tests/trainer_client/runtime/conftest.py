@@ -1,6 +1,5 @@
 """A world of real processes for the runtime's tests."""
 
-import multiprocessing
 import runpy
 import sys
 import time
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.forking import forking
 from tests.trainer_client.runtime.recorded_transport import Recorder
 
 RANK_MAIN = Path(__file__).with_name("rank_main.py")
@@ -35,8 +35,7 @@ def run_world(
     end without an answer (killed by the scenario) are left out.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "trainer_client.runtime"])
+    context = forking()
     order = {
         "file": scenario.__code__.co_filename,
         "name": scenario.__name__,
