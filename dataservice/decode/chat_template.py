@@ -92,9 +92,15 @@ _PROBE = "Is the kettle warm?"
 _ASSISTANTS_NUMBER, _OTHERS_NUMBER = "50917364250917", "62840391762840"
 
 
-def no_chatml(tokenizer: LoadedTokenizer) -> str:
-    """The message that a tokenizer lacks ChatML's tokens. As several ordinary tokens they would be
-    plain text, which a sample's own text can contain as well."""
+def no_template(tokenizer: LoadedTokenizer) -> str:
+    """The message that a tokenizer has no template for chat, and lacks ChatML's tokens. As several
+    ordinary tokens they would be plain text, which a sample's own text can contain as well."""
+    if tokenizer.others:
+        return (
+            f"the tokenizer {quoted(tokenizer.path)} has the chat templates "
+            f"{', '.join(map(quoted, tokenizer.others))}, and none named 'default' to show "
+            "conversations with. Give the one to use as chat_template: FILE.jinja."
+        )
     return (
         f"the tokenizer {quoted(tokenizer.path)} has neither a chat template nor the tokens of "
         f"ChatML ({' and '.join(CHATML_TOKENS)}) to show conversations with. Give the model's own "

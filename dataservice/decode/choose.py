@@ -14,7 +14,7 @@ from dataservice.decode.chat_template import (
     CHATML_TOKENS,
     PALIGEMMA,
     TemplateSource,
-    no_chatml,
+    no_template,
 )
 from dataservice.decode.own_tokenizer import load_own_tokenizer
 from dataservice.decode.placeholders import PlaceholderTokens, check_tokens, default_tokens
@@ -129,17 +129,20 @@ def distinct_pads(placeholders: Mapping[MediaKind, PlaceholderTokens]) -> dict[M
 
 def choose_template(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> TemplateSource | None:
     """The template named by the spec, or the tokenizer's own, or its model's processor's, or ChatML
-    if the tokenizer has its tokens; else None. A job of plain texts needs no template."""
+    if the tokenizer has its tokens and no templates of its own; else None. A job of plain texts
+    needs no template."""
     name = spec.chat_template
     if name == "auto" and tokenizer.template is not None:
         name, text = f"{tokenizer.path} (its own)", tokenizer.template
     elif name == "auto" and tokenizer.is_paligemma:
         name, text = "paligemma", PALIGEMMA
+    elif name == "auto" and tokenizer.others:
+        return None  # shown by ChatML, turns would be tokens that its model has never seen
     elif name in ("auto", "chatml"):
         if not all(map(tokenizer.has_token, CHATML_TOKENS)):
             if name == "auto":
                 return None
-            raise SpecError(no_chatml(tokenizer))
+            raise SpecError(no_template(tokenizer))
         name, text = "chatml", CHATML
     else:
         try:

@@ -13,7 +13,7 @@ from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.quoting import quoted
 from dataservice.core.sample import MediaKind
-from dataservice.decode.chat_template import ChatTemplate, no_chatml
+from dataservice.decode.chat_template import ChatTemplate, no_template
 from dataservice.decode.conversation import Conversation, Document, MediaPart
 from dataservice.decode.marks import BREAK, LOSS_CLOSE, LOSS_OPEN, SLOTS
 from dataservice.decode.placeholders import PlaceholderTokens
@@ -86,7 +86,8 @@ class TextPipeline:
         else:
             self._limits.check("max_turns", len(source.messages), "the sample: turns")
             if self._template is None:
-                raise SampleError(f"{no_chatml(self._tokenizer)} The job's plain texts need none.")
+                said = no_template(self._tokenizer)
+                raise SampleError(f"{said} The job's plain texts need none.")
             marked = self._template.render(source)
         # A template may repeat text that the sample has once.
         self._limits.check_text([marked])

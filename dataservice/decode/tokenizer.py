@@ -92,8 +92,9 @@ class LoadedTokenizer:
 
     `named` has the configuration's tokens by role (`eos_token` …), `absent` those of its tokens
     that the vocabulary lacks, `specials` the strings that only the service itself may turn into
-    control tokens, and `template` the configuration's chat template or None. `is_paligemma` says
-    that its model's processor is PaliGemma's, which writes text of a form of its own.
+    control tokens, and `template` the configuration's chat template or None; `others` names its
+    templates where none of them is for chat. `is_paligemma` says that its model's processor is
+    PaliGemma's, which writes text of a form of its own.
     """
 
     tokenizer: TokenModel
@@ -103,6 +104,7 @@ class LoadedTokenizer:
     absent: dict[str, str]
     specials: tuple[str, ...]
     template: str | None
+    others: tuple[str, ...]
     adds_bos: bool
     is_paligemma: bool
     digest: str
@@ -292,6 +294,7 @@ def configured(
     adds_bos = config.get("add_bos_token")
     if adds_bos is None:  # such as Llama 3's, whose tokenizer.json does it by itself
         adds_bos = _begins_with(tokenizer, named.get("bos_token"))
+    template, others = _templates(folder, config)
     return LoadedTokenizer(
         tokenizer=tokenizer,
         path=path,
@@ -299,7 +302,8 @@ def configured(
         named=named,
         absent=_absent(tokenizer, config, named, folder),
         specials=specials,
-        template=_template(folder, config),
+        template=template,
+        others=others,
         adds_bos=bool(adds_bos),
         is_paligemma=config.get("processor_class") == "PaliGemmaProcessor",
         digest=digest,
@@ -473,19 +477,22 @@ def _token(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _template(folder: Path, config: dict[str, object]) -> str | None:
+def _templates(folder: Path, config: dict[str, object]) -> tuple[str | None, tuple[str, ...]]:
     """The chat template: from a file of its own, as models ship it, or from the configuration. That
-    of a model's processor comes before that of its tokenizer, as in transformers."""
+    of a model's processor comes before that of its tokenizer, as in transformers. And the names of
+    what there is instead: transformers picks none of these by itself."""
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
-            return read_named(file).decode("utf-8")
+            return read_named(file).decode("utf-8"), ()
         except (OSError, ValueError) as error:
             raise SpecError(f"{file} cannot be read: {cut(error)}. Repair or remove it.") from error
     template = _object(folder / "chat_template.json").get("chat_template")
     template = config.get("chat_template") if template is None else template
     if isinstance(template, list):  # several by name; "default" is the one for chat
-        named = [entry for entry in template if isinstance(entry, dict)]
-        chat = [entry.get("template") for entry in named if entry.get("name") == "default"]
-        template = chat[-1] if chat else None
-    return cast("str | None", template) if isinstance(template, str) else None
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
+        template = named.get("default")
+        if template is None:
+            return None, tuple(named)
+    return (template if isinstance(template, str) else None), ()

@@ -125,6 +125,19 @@ def test_templates_by_name_may_be_of_any_form(kitchen, sample):
     assert kitchen.pipeline().measure(sample({"text": "the cat"})).llm_tokens
 
 
+def test_templates_of_which_none_is_for_chat_are_not_replaced_by_chatml(kitchen, sample):
+    named = [{"name": "tool_use", "template": "{{ messages }}"}]
+    kitchen.configure(None, chat_template=named, pad_token="<|endoftext|>")
+    with pytest.raises(ValueError, match="no default"):  # transformers picks none either
+        AutoTokenizer.from_pretrained(kitchen.folder).apply_chat_template(CHAT["messages"])
+    pipeline = kitchen.pipeline()
+    with pytest.raises(SampleError, match=r"templates 'tool_use', and none .* FILE\.jinja"):
+        pipeline.measure(sample(CHAT))
+    assert pipeline.measure(sample({"text": "the cat"})).llm_tokens
+    chosen = kitchen.pipeline(chat_template="chatml")
+    assert chosen.measure(sample(CHAT)).llm_tokens
+
+
 BEGINS = "{{ bos_token }}{{ sep2 }}{% for m in messages %}{{ m.content }}{% endfor %}"
 CHAT = {"messages": [{"role": "user", "content": "cat"}]}
 
