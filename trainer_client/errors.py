@@ -161,6 +161,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.CANCELLED: ServiceUnreachable,
     grpc.StatusCode.DEADLINE_EXCEEDED: ServiceTimeout,
 }
+# What a proxy makes of a stream that it resets. The service itself names a class beside these.
+_ON_THE_WAY = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN
 
 
 def _named_class(error: grpc.RpcError) -> str:
@@ -175,7 +177,10 @@ def from_rpc(error: grpc.RpcError, address: str) -> ClientError:
     if not isinstance(error, grpc.Call):
         return ServiceFailed(f"the call to {address} failed: {error}")
     status, message = error.code(), error.details() or "no message"
-    kind = _BY_NAME.get(_named_class(error)) or _BY_STATUS.get(status, ServiceFailed)
+    named = _named_class(error)
+    kind = _BY_NAME.get(named) or _BY_STATUS.get(status, ServiceFailed)
+    if not named and status in _ON_THE_WAY:
+        kind = ServiceUnreachable
     if issubclass(kind, RequestRefused):
         return kind(message)
     return kind(f"{address} answered {status.name}: {message}")

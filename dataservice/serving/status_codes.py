@@ -147,4 +147,5 @@ async def answered(context: grpc.aio.ServicerContext[Any, Any], call: str) -> As
         await context.abort(
             grpc.StatusCode.INTERNAL,
             f"the service failed unexpectedly, error {incident}. Its log says more under that id.",
+            ((ERROR_METADATA, ServiceError.__name__),),  # else a proxy's, as trainers take it
         )

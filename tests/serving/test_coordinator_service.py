@@ -176,7 +176,7 @@ async def test_a_damaged_cursor_is_refused(stub):
 
 async def test_an_unexpected_error_keeps_its_details_in_the_log(stub, caplog):
     code, message, kind = await status_of(stub.OpenSession(opening(job="explode")).read())
-    assert (code, kind) == (grpc.StatusCode.INTERNAL, None)
+    assert (code, kind) == (grpc.StatusCode.INTERNAL, "ServiceError")
     assert "private" not in message
     incident = message.split("error ")[1][:8]
     assert f"error {incident}" in caplog.text

@@ -51,7 +51,9 @@ def test_an_unknown_job_is_refused_in_the_service_s_words(service):
         ("ALREADY_EXISTS", "RankClaimedError", RankAlreadyClaimed),
         ("ABORTED", "", Fenced),
         ("UNAUTHENTICATED", "", AccessDenied),
-        ("INTERNAL", "", ServiceFailed),
+        ("INTERNAL", "ServiceError", ServiceFailed),
+        ("INTERNAL", "StateError", ServiceFailed),
+        ("DATA_LOSS", "", ServiceFailed),
     ],
 )
 def test_a_refused_session_raises_the_error_that_fits(
@@ -62,6 +64,15 @@ def test_a_refused_session_raises_the_error_that_fits(
     with pytest.raises(expected, match="said so") as caught:
         next(iter(service.dataset()))
     assert type(caught.value) is expected
+
+
+@pytest.mark.parametrize("code", ["INTERNAL", "UNKNOWN"])
+@pytest.mark.parametrize("call", ["OpenSession", "GetShard", "CommitStep"])
+def test_a_stream_that_a_proxy_resets_is_opened_again(service, code, call):
+    service.fail(call, code, "Received RST_STREAM with error code 2")
+    with service.dataset() as dataset:
+        steps = [shard.step for shard in dataset]
+    assert steps == list(range(service.coordinator.steps))
 
 
 def test_of_two_clients_of_one_rank_the_second_is_refused(service, monkeypatch):
