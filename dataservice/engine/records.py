@@ -193,7 +193,7 @@ class AttemptRecords:
             self._store.put_content(job, number, step, delivered.content().to_bytes())
             return None
         self.write_contents()  # the step's own may be among them, from before it was planned again
-        for entry in reversed(self._store.ledger_of_step(job, step)):
+        for entry in reversed(self._entries(step)):
             if entry.content is None:
                 continue
             bad = self._store.quarantine_of_step(job, entry.attempt, step)
@@ -209,6 +209,18 @@ class AttemptRecords:
         content = delivered.content(masked | delivered.masked.keys())
         self._store.put_content(job, number, step, content.to_bytes())
         return None
+
+    def _entries(self, step: int) -> list[LedgerEntry]:
+        """The entries of a step, by attempt. Old ones may be in a file that is lost, which keeps
+        nobody from training: this attempt's own is then all that can be compared with."""
+        job, number = self._attempt.job, self._attempt.number
+        try:
+            return self._store.ledger_of_step(job, step)
+        except StateError as error:
+            own = self._store.ledger_entry(job, step, number)
+            about = {**self._attempt.about, "step": step}
+            log.warning("it is not compared with what was delivered before: %s", error, extra=about)
+            return [] if own is None else [own]
 
     def noted_soon(self, delivered: Delivered) -> bool:
         """Whether the content of a step will be written with whatever is written next, or by

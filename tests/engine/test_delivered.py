@@ -9,8 +9,10 @@ from dataservice.core.errors import StateError
 from dataservice.core.ports import NoMetrics
 from dataservice.core.receipts import PackReceipts
 from dataservice.engine.delivered import Delivered
+from dataservice.state import sqlite_ledger
+from dataservice.state.sqlite import SqliteStateStore
 from tests.engine.scripted_workers import ORDERS, PLAN
-from tests.engine.sessions import open_all, shard_of, train_until_told
+from tests.engine.sessions import open_all, shard_of, train, train_until_told
 from tests.engine.support import Books, make_coordinator, make_setup
 from tests.engine.trained_steps import STEPS, sample_of, trained
 from tests.ledger import ledger_of
@@ -106,6 +108,28 @@ async def test_a_coordinator_that_restarts_hands_out_no_other_bytes(store):
     assert counts.otherwise == 1
     assert (await successor.job("job")).failure.startswith("step 4 of job")
     await successor.stop()
+
+
+async def test_steps_whose_old_entries_are_in_a_lost_file_are_trained_again(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(sqlite_ledger, "LEAST_ROWS", 1)
+    monkeypatch.setattr(sqlite_ledger, "KEPT_STEPS", 1)
+    store, books = SqliteStateStore(tmp_path), Books()
+    coordinator, _ = await trained(store, books)
+    await coordinator.stop()
+    start = cursor_of(store, 2)
+    assert store.archive_ledger(float("inf")) == STEPS - 2
+    for file in (tmp_path / "ledger").iterdir():
+        file.unlink()
+    again = make_coordinator(store, books, make_setup())
+    await again.start()
+    sessions = await open_all(again, cursor=start)
+    assert len(await train(again, sessions, 2, 100)) == STEPS - 2
+    await until(lambda: all(store.ledger_entry("job", s, 2).content for s in range(2, STEPS)))
+    assert "not compared" in caplog.text
+    await again.stop()
+    store.close()
 
 
 @pytest.mark.parametrize("masked_first", [True, False])
