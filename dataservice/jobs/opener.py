@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dataservice.core.credentials import credentials_of
-from dataservice.core.errors import SpecError
+from dataservice.core.errors import ServiceError, SpecError
 from dataservice.core.job import JobRecord
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, JobLimits
 from dataservice.core.job_setup import JobSetup
@@ -283,6 +283,8 @@ class JobOpener:
         program, built = self._program, self._built(record)
         try:
             catalog = self._catalog(record, built)
+        except ServiceError:  # some are ValueErrors too, and say what is wrong themselves
+            raise
         except ValueError as error:
             raise SpecError(f"job {record.name!r}: its index cannot be used: {error}.") from error
         opened = OpenedJob(catalog=catalog, identity=built.digests)

@@ -157,6 +157,22 @@ def test_a_worker_reads_nothing_beyond_the_roots_whatever_its_order_says(
             reader_of(setup.pipeline, storage_profiles=profiles).read(beyond)
 
 
+def test_a_job_whose_profile_was_taken_away_hears_of_that_and_not_of_its_index(
+    home, store, tmp_path, profiles
+):
+    index_job(job(home, store, tmp_path), custom_processors={}, storage_profiles=profiles)
+    record = submitted(home, store, tmp_path, profiles)
+    opener = JobOpener(
+        custom_processors={}, limits=DEFAULT_LIMITS, allowed_roots=None, opening=OpeningLimits()
+    )
+    opener.start()
+    try:
+        with pytest.raises(SpecError, match=r"^source 'pages' names the storage_profile 'lake'"):
+            opener.open_job(record)
+    finally:
+        opener.close()
+
+
 # ---- rotation -------------------------------------------------------------------------------
 
 
