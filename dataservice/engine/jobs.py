@@ -320,9 +320,7 @@ class JobTable:
     async def drain(self, name: str) -> JobStatus:
         """Refuse new attempts; the one that runs may finish."""
         job = self.get(name)
-        async with job.changing:
-            if job.deleted:
-                raise was_deleted(name)
+        async with job.change():
             record = replace(job.record, state="draining")
             await in_store(self._store.put_job, record)
             job.record = record
@@ -369,7 +367,7 @@ class JobTable:
         if from_step is not None and from_step > LAST_STEP:
             raise SpecError(f"from_step is {from_step}; the last step is {LAST_STEP}.")
         await self.setup(running)
-        async with running.changing, running.planning:
+        async with running.change(), running.planning:
             planned = await in_store(self._store.last_planned_step, job)
             record = CostRecord(
                 job=job,
@@ -406,7 +404,7 @@ class JobTable:
         only while no trainer is there."""
         running = self.get(job)
         await self.setup(running)  # which may take long: nothing waits for it yet
-        async with running.changing, running.planning:
+        async with running.change(), running.planning:
             setup = await self.setup(running)  # sources may have been added meanwhile
             planned = await in_store(self._store.last_planned_step, job)
             if running.loop is not None and running.attempt is not None:
@@ -501,7 +499,7 @@ class JobTable:
         running = self.get(job)
         name = running.record.name
         require_ranges(ranges)
-        async with running.changing:
+        async with running.change():
             known = len(await in_store(self._store.skips, name))
             if known + len(ranges) > MOST_SKIPS:
                 raise QuotaError(

@@ -1,6 +1,8 @@
 """A job with its attempts, as the coordinator holds it in memory."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from dataservice.core.errors import NotFoundError, ServiceError
@@ -61,6 +63,15 @@ class RunningJob:
     def clients(self) -> list[str]:
         """The trainers that hold ranks of it."""
         return [client for each in self.attempts if not each.over for client in each.clients]
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """Holds `changing` for a change that is stored under its name. Raises NotFoundError where
+        it was deleted while that was waited for: another job may bear its name by now."""
+        async with self.changing:
+            if self.deleted:
+                raise was_deleted(self.record.name)
+            yield
 
     def forget(self, reason: ServiceError) -> None:
         """It is registered no more: whoever still asks for it is told why."""

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from dataservice.core.cost import ContextCost
-from dataservice.core.errors import ConflictError
+from dataservice.core.errors import ConflictError, NotFoundError
 from dataservice.core.plan_options import CostModel
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.sessions import leave, open_all, open_rank, train
@@ -78,4 +78,34 @@ async def test_steps_are_planned_by_the_costs_that_are_recorded(store):
     (record,) = store.costs("job")
     later = [entry for entry in ledger_of(store, "job") if entry.step >= record.from_step]
     assert {entry.cost_version for entry in later} == {record.cost_version}
+    await coordinator.stop()
+
+
+CHANGES = {
+    "costs": lambda coordinator: coordinator.recost("job", COST, None),
+    "weights": lambda coordinator: coordinator.change_mixture("job", {"b": 0.25}, None),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+async def test_what_was_asked_of_a_deleted_job_does_not_change_the_next_of_its_name(store, what):
+    opening, go, setup = threading.Event(), threading.Event(), make_setup()
+    store.put_job(setup.record)
+
+    def open_job(record):
+        if not opening.is_set():
+            opening.set()
+            assert go.wait(LIMIT_S)
+        return setup
+
+    coordinator = make_coordinator(store, Books(), setup, open_job=open_job)
+    await coordinator.start()
+    asking = asyncio.create_task(CHANGES[what](coordinator))
+    await until(opening.is_set)
+    await coordinator.delete("job")
+    await coordinator.submit("job", "")
+    go.set()
+    with pytest.raises(NotFoundError, match="was deleted"):
+        await asyncio.wait_for(asking, LIMIT_S)
+    assert (store.costs("job"), store.mixtures("job")) == ([], [])
     await coordinator.stop()
