@@ -329,11 +329,13 @@ class JobTable:
     @to_its_end
     async def delete(self, name: str) -> None:
         """Forget a job that no trainer is using, and its validation, once no change of them is on
-        its way to the store: it would bring back what is deleted here."""
+        its way to the store: it would bring back what is deleted here. Nor does an attempt begin
+        meanwhile: nobody would stop its loop."""
         async with self._registering[team_of(name)], AsyncExitStack() as held:
             jobs = self.with_validation(name)
             for job in jobs:
                 await held.enter_async_context(job.changing)
+                await held.enter_async_context(job.beginning)
             await self._deleted(jobs)
 
     async def _deleted(self, jobs: Sequence[RunningJob]) -> None:

@@ -445,6 +445,8 @@ class AttemptLoop:
             raise self._fail(error) from error
 
     async def _wait_for(self, step: int) -> ReadyStep | EndOfData:
+        if self._stopping is not None:  # its job is being deleted, which ends it: nothing is held
+            await self._attempt.ended()
         if step >= self._next_step or step in self._window:
             return await self._window.wait_planned(step)
         # It has left the window, or a former coordinator planned it: all its ranks may ask at once.
@@ -495,6 +497,7 @@ class AttemptLoop:
 
     def _stop_once(self) -> asyncio.Task[None]:
         if self._stopping is None:
+            self._taken_up = None  # a rank that comes back now begins nothing
             self._stopping = asyncio.create_task(self._stop())
         return self._stopping
 

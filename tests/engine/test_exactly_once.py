@@ -195,6 +195,44 @@ async def test_a_job_that_is_deleted_while_ranks_wait_for_others_tells_them():
     await coordinator.stop()
 
 
+async def test_no_attempt_begins_while_its_job_is_deleted():
+    store, books = SlowDeletion(), Books()
+    coordinator = make_coordinator(store, books, make_setup())
+    await coordinator.submit("job", "")
+    deleting = asyncio.create_task(coordinator.delete("job"))
+    await until(store.begun.is_set)
+    opening = [asyncio.create_task(open_rank(coordinator, r)) for r in (0, 1)]
+    await asyncio.wait(opening, timeout=0.3)
+    store.go.set()
+    await deleting
+    for told in await asyncio.gather(*opening, return_exceptions=True):
+        assert isinstance(told, NotFoundError)
+    assert not books.held
+    await coordinator.stop()
+
+
+async def test_a_rank_that_comes_back_while_its_job_is_deleted_has_no_step_planned():
+    store, books = SlowDeletion(), Books()
+    coordinator, sessions = await begun(store, books=books)
+    await train(coordinator, sessions, 0, 2)
+    await coordinator.stop()
+    books.held.clear()
+    again = make_coordinator(store, books, make_setup())
+    await again.start()
+    await again.restored()
+    deleting = asyncio.create_task(again.delete("job"))
+    await until(store.begun.is_set)
+    back = await open_rank(again, 0, rejoin=1)
+    asking = asyncio.create_task(shard_of(again, back, 2))
+    await asyncio.wait([asking], timeout=0.3)
+    store.go.set()
+    await deleting
+    with pytest.raises(NotFoundError, match="was deleted"):
+        await asking
+    assert not books.held
+    await again.stop()
+
+
 async def test_trainers_of_a_job_that_could_not_be_deleted_are_told_and_may_begin_anew():
     store = FullDisk()
     coordinator = make_coordinator(store, Books(), make_setup())
