@@ -54,6 +54,12 @@ def test_what_is_not_there_is_answered_with_what_is(either):
         found(either, "talks", sample="9" * 5000)
 
 
+def test_of_a_source_without_a_usable_sample_no_number_is_asked_for(home):
+    (home / "talks.jsonl").write_text('{"id": "bad", "image": "none.jpg"}\n')
+    with pytest.raises(NotFoundError, match=r"0 usable samples.* what is wrong with its first"):
+        found(home, "talks", sample="0")
+
+
 def test_the_longest_come_longest_first(either):
     assert keys(found(either, "pages", longest=3)) == ["page-1", "page-2", "page-3"]
 
