@@ -128,6 +128,8 @@ class Attempts:
                 forming.end(_replaced(forming, "an attempt that was forming", attempt))
         if old_loop is not None:
             await old_loop.stop()  # receipts of its packs are its own until then
+        if attempt.over:  # all this took too long for its ranks, which were told so
+            return
         job.keep_setups(attempt.spec_version)
         job.loop = self._make_loop(job, job.setups[attempt.spec_version], attempt, skips)
         job.loop.start(attempt.start)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dataservice.core.cursor import Cursor
-from dataservice.core.errors import FencedError, NotFoundError, StateError
+from dataservice.core.errors import FencedError, NotFoundError, StateError, WorldSizeError
 from dataservice.engine.api import EndOfData
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.sessions import leave, only_missing, open_all, open_rank, shard_of, train
@@ -163,6 +163,20 @@ async def test_a_start_that_comes_while_another_begins_is_the_attempt_behind_it(
     sessions = [await each for each in second]
     assert {opened.attempt for opened in sessions} == {2}
     assert len(await train(coordinator, sessions, 0, 100)) == 13
+    await coordinator.stop()
+
+
+async def test_an_attempt_whose_ranks_were_told_that_it_is_over_does_not_begin():
+    store, books = SlowAttempts(), Books()
+    coordinator = make_coordinator(store, books, make_setup(), timeout_s=0.2)
+    await coordinator.submit("job", "")
+    opening = [asyncio.create_task(open_rank(coordinator, r)) for r in (0, 1)]
+    await until(lambda: any(rank.done() for rank in opening))
+    store.go.set()
+    for told in await asyncio.gather(*opening, return_exceptions=True):
+        assert isinstance(told, WorldSizeError)
+    assert not [task for task in asyncio.all_tasks() if "AttemptLoop" in repr(task)]
+    assert len(await train(coordinator, await open_all(coordinator), 0, 100)) == 13
     await coordinator.stop()
 
 
