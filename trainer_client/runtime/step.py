@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -274,7 +274,34 @@ def forward_microbatch(model: MultimodalModel, microbatch: Microbatch, groups: G
     features = arriving.take()
     switch_phase("llm_forward", pack_place(microbatch, FORWARD))
     computed = computed_rows(microbatch)
-    return settled(model.decode(computed, features, attention_of(computed, groups)), computed)
+    given = settled(model.decode(computed, features, attention_of(computed, groups)), computed)
+    return _with_backward(given, model)
+
+
+def _with_backward(given: Tensor, model: MultimodalModel) -> Tensor:
+    """The same result, with a backward pass also where nothing that trains had a part in it, such
+    as text where the encoders alone train. In the last of a step wrappers reduce the gradients of
+    all microbatches. No weight gets a gradient from it."""
+    if given.requires_grad or not torch.is_grad_enabled():
+        return given
+    # Those of encoders that run by themselves are reduced apart, by models that are no module.
+    weights = model.parameters() if isinstance(model, Module) else iter(())
+    trained = next((weight for weight in weights if weight.requires_grad), None)
+    if trained is None:
+        return given
+    same: Tensor = _Reached.apply(given, trained)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _Reached(torch.autograd.Function):
+    # DDP reduces once it was told of a weight, of no gradient too.
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor) -> Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def computed_rows(microbatch: Microbatch) -> Microbatch:

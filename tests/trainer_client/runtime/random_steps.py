@@ -46,6 +46,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    """`frozen` names encoders, or the "decoder" with its embeddings and head."""
+
     def __init__(self, frozen=()):
         super().__init__()
         self.frozen = frozen
@@ -59,8 +61,9 @@ class Model(nn.Module):
         )
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
-        for name in frozen:
-            self.encoders[name].requires_grad_(False)
+        self.requires_grad_("decoder" not in frozen)
+        for name, encoder in self.encoders.items():
+            encoder.requires_grad_(name not in frozen)
 
     def forward(self, microbatch, groups):
         return forward_microbatch(self, microbatch, groups)

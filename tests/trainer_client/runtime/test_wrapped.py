@@ -83,6 +83,30 @@ def test_wrapped_models_get_the_gradients_of_a_single_process(world, ranks, degr
     assert seen >= set(degrees)
 
 
+def text_last(rank, size, ways):
+    """Steps of which encoders alone train, and whose last wave has nothing to encode."""
+    frozen, answer = ("decoder", "audio"), {}
+    samples = random_samples(10)
+    seen = [number for number, sample in enumerate(samples) if sample.items]
+    text = [number for number, sample in enumerate(samples) if not sample.items]
+    waves = [[((0,), seen[::2]), ((1,), seen[1::2])], [((0, 1), text)]]
+    with GroupPool(timeout_s=60) as pool:
+        for how in ways:
+            shard = make_shard(samples, waves, size, rank, 10)
+            model = wrapped(how, frozen)
+            result = run_step(model, shard, pool)
+            alone = single_process(make_model(frozen), samples)
+            answer[how] = worst_difference(result, whole(model), *alone)
+    return answer
+
+
+def test_a_wave_in_which_nothing_trains_may_be_the_last_of_a_step(world):
+    for answer in world(text_last, 2, ("plain", "ddp", "fsdp")).values():
+        assert len(answer) == 3
+        for how, (parameter, difference) in answer.items():
+            assert difference <= 1e-10, (how, parameter)
+
+
 class CountingCollectives(TorchDispatchMode):
     def __init__(self):
         super().__init__()
