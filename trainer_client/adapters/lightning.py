@@ -34,6 +34,9 @@ class DataPosition(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on only this callback's commits move the position."""
         self._dataset.expect_commits()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count from the optimizer steps of the checkpoint, which Lightning has restored by now."""
         self._batches, self._optimizer_steps = 0, trainer.global_step
 
     def on_train_batch_end(

@@ -80,3 +80,13 @@ def test_lightning_resumes_exactly(service, tmp_path, loader, callback, accumula
             service.dataset(), tmp_path / "rest", max_steps=all_steps, resume=checkpoint, **options
         )
         assert first[: saved * accumulate] + rest == everything()
+
+
+def test_a_resumed_run_commits_nothing_before_its_optimizer_steps(service, tmp_path, monkeypatch):
+    options = {"loader": "DataLoader", "accumulate": 2}
+    fit(service.dataset(), tmp_path / "first", max_steps=1, **options)
+    dataset, committed = service.dataset(), []
+    monkeypatch.setattr(dataset, "commit_next", committed.append)
+    saved = tmp_path / "first" / "step=1.ckpt"
+    fit(dataset, tmp_path / "rest", max_steps=STEPS // 2, resume=saved, **options)
+    assert committed == [2, 2]
