@@ -239,8 +239,9 @@ def _reductions_of(
 
 def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:
     """Add up the gradients of a weight that the stage which embeds and the last stage hold, such as
-    a tied embedding. Call it on both, after ``run_pipeline_step``, or after the last of several
-    whose gradients go into one step of the optimizer; collective over the two.
+    a tied embedding; one that is frozen gets none. Call it on both, after ``run_pipeline_step``, or
+    after the last of several whose gradients go into one step of the optimizer; collective over the
+    two.
 
     Each sends the other its own, some rows at a time, over the communicator of all stages.
 
@@ -252,6 +253,8 @@ def sum_of_stages(weight: Parameter, mesh: PipelineMesh) -> None:
             f"stage {mesh.stage} shares no weight: stages {sorted(ends)} embed and have the head; "
             "call sum_of_stages on those"
         )
+    if not weight.requires_grad:  # else optimizers would decay what is frozen
+        return
     grad = local_gradient(weight)
     rows = max(1, BUCKET_BYTES * len(grad) // max(1, grad.nbytes))
     for other in ends - {mesh.stage}:

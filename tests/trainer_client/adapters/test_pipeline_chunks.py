@@ -2,6 +2,7 @@
 of one sample at a time."""
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -198,6 +199,26 @@ def test_each_chunk_has_the_weights_of_its_own_layers_alone():
     assert [any("lm_head" in name for name in each) for each in names] == [False, False, True]
     for each in names:
         assert {name.split("layers.")[1][0] for name in each if "layers." in name} == {"0"}
+
+
+def test_a_head_that_the_library_left_apart_from_its_embeddings_is_not_added_to_them():
+    model = TIED.build()
+    assert model.config.tie_word_embeddings
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    layout = StageLayout(modules=DECODER, bounds=(0, 1, 2, 3))
+    chunks = pipeline_chunks(trainable(model), layout)
+    assert [chunk.tied for chunk in chunks] == [None, None, None]
+
+
+def test_a_frozen_weight_that_is_tied_gets_no_gradient():
+    model = TIED.build()
+    model.lm_head.weight.requires_grad_(False)
+    chunks = pipeline_chunks(trainable(model), StageLayout(modules=DECODER, bounds=(0, 1, 3)))
+    for stage, chunk in enumerate(chunks):
+        assert chunk.tied is model.lm_head.weight
+        alone = types.SimpleNamespace(stage=stage, stages=2, embedding_stage=0)
+        sum_tied_gradient([chunk], alone)
+    assert model.lm_head.weight.grad is None
 
 
 def kept_by(how):

@@ -63,6 +63,7 @@ def pipeline_chunks(model: TrainableModel, layout: StageLayout) -> list[Module]:
             f"adds features behind its first {family.deep_layers}; cut behind them"
         )
     first, *later = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    tied = _tied(family)
     keep: list[Keep] = ["embeddings"]
     if cut is None:
         keep.append("encoders")
@@ -70,9 +71,12 @@ def pipeline_chunks(model: TrainableModel, layout: StageLayout) -> list[Module]:
         keep.append("head")
     chunks: list[Module] = [
         *(Module() for _ in range(begins)),  # which have parts of the encoder alone
-        FirstChunk(with_parts(family, first, keep=keep), last=not later),
-        *(LaterChunk(with_parts(family, part, keep=()), last=False) for part in later[:-1]),
-        *(LaterChunk(with_parts(family, part, keep=("head",)), last=True) for part in later[-1:]),
+        FirstChunk(with_parts(family, first, keep=keep), tied, last=not later),
+        *(LaterChunk(with_parts(family, part, keep=()), None, last=False) for part in later[:-1]),
+        *(
+            LaterChunk(with_parts(family, part, keep=("head",)), tied, last=True)
+            for part in later[-1:]
+        ),
     ]
     for of_chunks in () if cut is None else cut.parts.values():
         for chunk, part in of_chunks.items():
@@ -99,9 +103,9 @@ class FirstChunk(TrainableModel):
     """Encoders, embeddings and some layers, whose output is hidden states; the head as well where
     chunks before it have the encoders, and it is the last."""
 
-    def __init__(self, family: TextFamily, *, last: bool) -> None:
+    def __init__(self, family: TextFamily, tied: Parameter | None, *, last: bool) -> None:
         super().__init__(family.model, family)
-        self.tied, self._last = _tied(family), last
+        self.tied, self._last = tied, last
         self.train()
 
     def decode(
@@ -121,10 +125,10 @@ class FirstChunk(TrainableModel):
 class LaterChunk(Module):
     """Some layers; the last chunk also has norm and head."""
 
-    def __init__(self, family: TextFamily, *, last: bool) -> None:
+    def __init__(self, family: TextFamily, tied: Parameter | None, *, last: bool) -> None:
         super().__init__()
         self.model = family.model
-        self.tied = _tied(family)
+        self.tied = tied
         self._family, self._last = family, last
         self.train()
 
@@ -166,12 +170,11 @@ class WholeEncoders(Module):
 
 
 def _tied(family: TextFamily) -> Parameter | None:
-    """The weight of embeddings or head that this chunk has, if the model ties them."""
-    if not getattr(family.model.config, "tie_word_embeddings", False):
-        return None
-    parts = (family.model.get_output_embeddings(), family.decoder.embed_tokens)
-    weights = [part.weight for part in parts if part is not None]
-    return weights[0] if weights else None
+    """The weight that embeddings and head have in common, if they have. A config that ties them is
+    not enough: the library leaves those of a checkpoint apart that differ."""
+    head = family.model.get_output_embeddings()
+    weight: Parameter = head.weight
+    return weight if weight is family.decoder.embed_tokens.weight else None
 
 
 def _refuse_uncuttable(family: TextFamily) -> None:
