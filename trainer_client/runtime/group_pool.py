@@ -162,6 +162,11 @@ class GroupPool:
             part(self._store, ranks=self.replicas, limit_s=grace_s(self.timeout_s))
         self._each(Communicator.leave)
 
+    def drop(self) -> None:
+        """Close the connections at once, after an error: the others may be at another place, and
+        those that wait for this replica get an error."""
+        self._each(Communicator.drop)
+
     def __enter__(self) -> "GroupPool":
         return self
 
@@ -177,7 +182,7 @@ class GroupPool:
             self.close()
             return
         blamed = self._blamed(error, "work between steps")
-        self._each(Communicator.drop)
+        self.drop()
         if blamed is not None:
             raise blamed from error
 

@@ -204,7 +204,7 @@ class PipelineMesh:
     @property
     def communicators(self) -> int:
         """How many this rank has made: all with the mesh, but those of ``groups.apart``."""
-        return sum(pool.communicators for pool in (self.groups, *self._ways.values()))
+        return sum(pool.communicators for pool in self._pools())
 
     def defer(self, work: Callable[[], object]) -> None:
         """Do this at the start of the next step, or when the mesh is closed. All stages defer the
@@ -268,8 +268,11 @@ class PipelineMesh:
     def close(self) -> None:
         """Drop every group. Call it on all ranks after their last use of the mesh."""
         self.catch_up()
-        for pool in (self.groups, *self._ways.values()):
+        for pool in self._pools():
             pool.close()
+
+    def _pools(self) -> tuple[GroupPool, ...]:
+        return (self.groups, *self._ways.values())
 
     def __enter__(self) -> "PipelineMesh":
         return self
@@ -280,9 +283,12 @@ class PipelineMesh:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:  # others may be at another place
-            self._deferred.clear()
-        self.close()
+        if error is None:
+            self.close()
+            return
+        self._deferred.clear()  # others may be at another place
+        for pool in self._pools():
+            pool.drop()
 
     def _own_channels(self) -> list[tuple[str, int, int]]:
         """The channels that this stage is in, in an order that all stages share, so that

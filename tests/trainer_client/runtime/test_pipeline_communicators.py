@@ -25,6 +25,7 @@ from tests.demo.scripted_steps import (
 from tests.trainer_client.runtime.fake_device import THERE, FakeDevice, moved
 from tests.trainer_client.runtime.model_there import IN_A_PIPELINE_STEP, PlayedStream
 from tests.trainer_client.runtime.posted_order import Wait, stuck
+from tests.trainer_client.runtime.recorded_transport import RecordedTransport
 from tests.trainer_client.runtime.world_device import DEVICE
 from trainer_client.runtime import (
     BubbleSchedule,
@@ -150,6 +151,15 @@ def test_no_step_makes_a_communicator_and_none_can_deadlock(
     at_most = channels + 1 + (replicas > 1)  # those, the row's, and the column's
     assert max(map(len, with_mesh.values())) == at_most
     assert not stuck(queues)
+
+
+def test_a_stage_that_fails_ends_its_kernels_and_waits_for_none(recorder, monkeypatch):
+    ended = []
+    for how in ("shutdown", "abort"):
+        monkeypatch.setattr(RecordedTransport, how, lambda _, how=how: ended.append(how))
+    with pytest.raises(MemoryError), PipelineMesh(stages=2, rank=0, world_size=4):
+        raise MemoryError
+    assert ended == ["abort"] * len(recorder.made)
 
 
 @pytest.mark.parametrize("place", PLACES)
