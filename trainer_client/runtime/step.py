@@ -147,7 +147,13 @@ def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
     Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
     """
     with torch.no_grad():
-        return _whole_step(model, shard, groups, None, True, True)
+        result = _whole_step(model, shard, groups, None, True, True)
+    # What FSDP2 does behind a backward pass. Else it would compute the next step with the weights
+    # that it holds gathered, the root's at least, whatever the optimizer has made of them.
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    return result
 
 
 def _whole_step(

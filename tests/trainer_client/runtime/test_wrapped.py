@@ -83,6 +83,29 @@ def test_wrapped_models_get_the_gradients_of_a_single_process(world, ranks, degr
     assert seen >= set(degrees)
 
 
+def evaluated_before_the_optimizer_steps(rank, size, ways):
+    """The loss behind a step of the optimizer, with an evaluation before it and without."""
+    samples, losses = random_samples(10), {}
+    waves = random_plan(samples, size, (1, 2), 10)
+    with GroupPool(timeout_s=60) as pool:
+        for how in ways:
+            for evaluates in (False, True):
+                model, shard = wrapped(how, ()), make_shard(samples, waves, size, rank, 10)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                run_step(model, shard, pool)
+                if evaluates:
+                    evaluate_step(model, shard, pool)
+                optimizer.step()
+                losses[how, evaluates] = evaluate_step(model, shard, pool).loss
+    return losses
+
+
+def test_an_evaluation_before_the_optimizer_steps_keeps_no_weights_of_before(world):
+    for losses in world(evaluated_before_the_optimizer_steps, 2, ("plain", "fsdp")).values():
+        assert losses.keys() == {(how, each) for how in ("plain", "fsdp") for each in (0, 1)}
+        assert max(losses.values()) - min(losses.values()) <= 1e-10, losses
+
+
 def text_last(rank, size, ways):
     """Steps of which encoders alone train, and whose last wave has nothing to encode."""
     frozen, answer = ("decoder", "audio"), {}
