@@ -165,9 +165,11 @@ def measure_layers(
 
 def _loads(model: MultimodalModel, pool: GroupPool, options: argparse.Namespace) -> Iterator[Load]:
     alone = Groups(degree=1, crosses_node=False, members=tuple((r,) for r in range(pool.replicas)))
-    yield from decoder_loads(model, pool, alone, options.lengths)
-    for text in options.modalities:
-        for load in encoder_loads(model, EncodedAs.parse(text), options.item_tokens, alone):
+    encoders = [EncodedAs.parse(text) for text in options.modalities]
+    modalities = [encoded.name for encoded in encoders]
+    yield from decoder_loads(model, pool, alone, options.lengths, modalities=modalities)
+    for encoded in encoders:
+        for load in encoder_loads(model, encoded, options.item_tokens, alone):
             if not load.clip:  # whose frames an encoder may hold apart
                 yield load
 

@@ -16,6 +16,7 @@ from trainer_client.runtime.linear_loss import settled
 from trainer_client.runtime.loss import LossTokens, microbatch_loss
 from trainer_client.runtime.ring_attention import PackedAttention
 from trainer_client.runtime.step import MultimodalModel
+from trainer_client.runtime.wave_features import Features
 from trainer_client.shard import MODALITIES, FeatureExchange, Microbatch, ModalityBatch
 
 PACKED = 4  # sequences in a pack or items in a batch; separates linear from quadratic cost
@@ -118,10 +119,19 @@ def partitions(degrees: Sequence[int], replicas: int, per_node: int) -> Iterator
 
 
 def decoder_loads(
-    model: MultimodalModel, pool: GroupPool, groups: Groups, lengths: Sequence[int]
+    model: MultimodalModel,
+    pool: GroupPool,
+    groups: Groups,
+    lengths: Sequence[int],
+    *,
+    modalities: Sequence[str],
 ) -> Iterator[Load]:
     """Each length as one sequence and as a pack of `PACKED` sequences; for groups also each length
-    times the degree, where that is longer than all given lengths."""
+    times the degree, where that is longer than all given lengths.
+
+    Text alone, whose gradients go back as far as in training: also through a decoder that is
+    frozen, to encoders that train."""
+    features = {name: _no_rows(model, name) for name in modalities if model.encoder_trains(name)}
     longer = [n * groups.degree for n in lengths if n * groups.degree > max(lengths)]
     packs: list[tuple[int, ...]] = [(n,) for n in [*lengths, *longer]]
     packs += [(n // PACKED,) * PACKED for n in lengths if n >= 16 * PACKED * groups.degree]
@@ -137,10 +147,11 @@ def decoder_loads(
                 group=pool.get(microbatch.cp_group),
                 lengths=microbatch.lengths,
             )
-            given = settled(model.decode(microbatch, {}, attention), microbatch)
+            given = settled(model.decode(microbatch, features, attention), microbatch)
             rows = max(1, microbatch.local_tokens)
             loss = microbatch_loss(given, microbatch, LossTokens(count=rows, weight=rows))
-            loss.backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
 
         yield Load(phase="llm", tokens=tokens, groups=groups, run=run)
 
@@ -181,6 +192,14 @@ def feature_row(model: MultimodalModel) -> Tensor:
     """A row as the encoders give it, [1, width], by its shape and type."""
     with torch.no_grad():
         return _encode(model, "vision", [model.dummy_item("vision")])[:1].clone()
+
+
+def _no_rows(model: MultimodalModel, modality: str) -> Features:
+    """What arrives of a modality where nothing does; it links the decoder to the encoder."""
+    with torch.no_grad():
+        rows = _encode(model, modality, [model.dummy_item(modality)])[:0]
+    positions = torch.zeros(0, dtype=torch.int64, device=rows.device)
+    return Features(rows=rows.detach().requires_grad_(), positions=positions)
 
 
 def _encode(model: MultimodalModel, modality: str, items: list[Tensor]) -> Tensor:

@@ -203,10 +203,11 @@ def all_loads(
     """All loads to measure, in the same order on all ranks."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", pool.replicas))
     degrees = options.degrees or range(1, pool.replicas + 1)
-    for way in partitions(degrees, pool.replicas, per_node):
-        yield from decoder_loads(model, pool, way, options.lengths)
-    alone = Groups(degree=1, crosses_node=False, members=tuple((r,) for r in range(pool.replicas)))
     encoders = [EncodedAs.parse(text) for text in options.modalities]
+    modalities = [encoded.name for encoded in encoders]
+    for way in partitions(degrees, pool.replicas, per_node):
+        yield from decoder_loads(model, pool, way, options.lengths, modalities=modalities)
+    alone = Groups(degree=1, crosses_node=False, members=tuple((r,) for r in range(pool.replicas)))
     for encoded in encoders:
         yield from encoder_loads(model, encoded, options.item_tokens, alone)
     if pool.replicas == 1:
@@ -224,7 +225,7 @@ def all_loads(
             model,
             pool,
             everyone,
-            [encoded.name for encoded in encoders],
+            modalities,
             text_tokens=max(options.lengths),
         )
 

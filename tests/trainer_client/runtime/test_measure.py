@@ -9,9 +9,18 @@ import torch
 
 from dataservice.core.layout import member_rows, padded_tokens
 from demo.model import DemoModel, ModelConfig
+from tests.trainer_client.runtime.random_steps import make_model
 from trainer_client.errors import BadArgument
 from trainer_client.runtime import GroupPool, measure
-from trainer_client.runtime.loads import EncodedAs, Groups, Load, grown, make_microbatch, partitions
+from trainer_client.runtime.loads import (
+    EncodedAs,
+    Groups,
+    Load,
+    decoder_loads,
+    grown,
+    make_microbatch,
+    partitions,
+)
 from trainer_client.runtime.measure import build_model, undisturbed_s
 
 
@@ -55,6 +64,19 @@ def test_items_grow_by_area_by_frames_or_in_time():
         assert grown(picture, times, frames).shape == (times, 28, 56, 3)
         assert grown(sound, times, audio).shape == (640 * times,)
     assert grown(picture, 0, area).shape == picture.shape
+
+
+@pytest.mark.parametrize(
+    ("frozen", "backward"), [((), 1), (("decoder",), 1), (("decoder", "vision", "audio"), 0)]
+)
+def test_a_decoder_is_measured_backward_where_it_trains_or_encoders_before_it(frozen, backward):
+    model, passes = make_model(frozen), []
+    model.layers[0].mlp.register_full_backward_hook(lambda *_: passes.append("back"))
+    alone = Groups(degree=1, crosses_node=False, members=((0,),))
+    with GroupPool() as pool:
+        (of_one,) = decoder_loads(model, pool, alone, (8,), modalities=("vision", "audio"))
+        of_one.run()
+    assert passes == ["back"] * backward
 
 
 def load(members, **more):
