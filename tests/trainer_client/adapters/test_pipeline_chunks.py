@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 import transformers
+from torch.distributed.fsdp import fully_shard
 
 from tests.trainer_client.adapters.foreign_models import (
     FAMILIES,
@@ -219,6 +220,22 @@ def test_a_frozen_weight_that_is_tied_gets_no_gradient():
         alone = types.SimpleNamespace(stage=stage, stages=2, embedding_stage=0)
         sum_tied_gradient([chunk], alone)
     assert model.lm_head.weight.grad is None
+
+
+def ends_sharded_apart(rank, size):
+    """Of each chunk, whether the weight that is added up is the one that takes gradients."""
+    chunks = pipeline_chunks(
+        trainable(TIED.build()), StageLayout(modules=DECODER, bounds=(0, 1, 3))
+    )
+    ends = [chunks[0].family.decoder.embed_tokens, chunks[1].model.get_output_embeddings()]
+    for chunk, end in zip(chunks, ends, strict=True):
+        fully_shard(end)
+        fully_shard(chunk)
+    return [chunk.tied is end.weight for chunk, end in zip(chunks, ends, strict=True)]
+
+
+def test_what_is_added_up_of_tied_ends_that_are_sharded_apart_is_what_trains(world):
+    assert world(ends_sharded_apart, 1) == {0: [True, True]}
 
 
 def kept_by(how):

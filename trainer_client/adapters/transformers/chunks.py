@@ -63,7 +63,7 @@ def pipeline_chunks(model: TrainableModel, layout: StageLayout) -> list[Module]:
             f"adds features behind its first {family.deep_layers}; cut behind them"
         )
     first, *later = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    tied = _tied(family)
+    tied = _are_tied(family)
     keep: list[Keep] = ["embeddings"]
     if cut is None:
         keep.append("encoders")
@@ -71,10 +71,13 @@ def pipeline_chunks(model: TrainableModel, layout: StageLayout) -> list[Module]:
         keep.append("head")
     chunks: list[Module] = [
         *(Module() for _ in range(begins)),  # which have parts of the encoder alone
-        FirstChunk(with_parts(family, first, keep=keep), tied, last=not later),
-        *(LaterChunk(with_parts(family, part, keep=()), None, last=False) for part in later[:-1]),
+        FirstChunk(with_parts(family, first, keep=keep), tied=tied, last=not later),
         *(
-            LaterChunk(with_parts(family, part, keep=("head",)), tied, last=True)
+            LaterChunk(with_parts(family, part, keep=()), tied=False, last=False)
+            for part in later[:-1]
+        ),
+        *(
+            LaterChunk(with_parts(family, part, keep=("head",)), tied=tied, last=True)
             for part in later[-1:]
         ),
     ]
@@ -103,10 +106,17 @@ class FirstChunk(TrainableModel):
     """Encoders, embeddings and some layers, whose output is hidden states; the head as well where
     chunks before it have the encoders, and it is the last."""
 
-    def __init__(self, family: TextFamily, tied: Parameter | None, *, last: bool) -> None:
+    def __init__(self, family: TextFamily, *, tied: bool, last: bool) -> None:
         super().__init__(family.model, family)
-        self.tied, self._last = tied, last
+        self._tied, self._last = tied, last
         self.train()
+
+    @property
+    def tied(self) -> Parameter | None:
+        """The embeddings' weight as it is now, FSDP having replaced it; None where the head has its
+        own."""
+        weight: Parameter = self.family.decoder.embed_tokens.weight
+        return weight if self._tied else None
 
     def decode(
         self,
@@ -125,12 +135,20 @@ class FirstChunk(TrainableModel):
 class LaterChunk(Module):
     """Some layers; the last chunk also has norm and head."""
 
-    def __init__(self, family: TextFamily, tied: Parameter | None, *, last: bool) -> None:
+    def __init__(self, family: TextFamily, *, tied: bool, last: bool) -> None:
         super().__init__()
         self.model = family.model
-        self.tied = tied
-        self._family, self._last = family, last
+        self._family, self._tied, self._last = family, tied, last
         self.train()
+
+    @property
+    def tied(self) -> Parameter | None:
+        """The head's weight as it is now; None where it is elsewhere, or the embeddings have
+        another."""
+        if not self._tied:
+            return None
+        weight: Parameter = self._family.model.get_output_embeddings().weight
+        return weight
 
     def forward(self, microbatch: Microbatch, hidden: Tensor, attention: PackedAttention) -> Tensor:
         """Hidden states [rows, width], or of the last chunk logits [rows, vocabulary]."""
@@ -169,12 +187,11 @@ class WholeEncoders(Module):
         return len(batch.exchange.send_rows), width
 
 
-def _tied(family: TextFamily) -> Parameter | None:
-    """The weight that embeddings and head have in common, if they have. A config that ties them is
-    not enough: the library leaves those of a checkpoint apart that differ."""
+def _are_tied(family: TextFamily) -> bool:
+    """Whether embeddings and head have one weight. A config that ties them is not enough: the
+    library leaves those of a checkpoint apart that differ."""
     head = family.model.get_output_embeddings()
-    weight: Parameter = head.weight
-    return weight if weight is family.decoder.embed_tokens.weight else None
+    return head.weight is family.decoder.embed_tokens.weight
 
 
 def _refuse_uncuttable(family: TextFamily) -> None:
