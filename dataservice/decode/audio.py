@@ -30,8 +30,10 @@ from dataservice.decode.container import (
 from dataservice.decode.flac import plain_flac, read_plain
 from dataservice.decode.processors.whisper import SAMPLE_RATE_HZ, AudioChunk
 
-# Delay and padding of the codecs in use (MP3, AAC, Opus) are below 0.1 s.
+# Delay and padding of the codecs in use (MP3, AAC, Opus) are below 0.1 s; at low rates they are
+# longer, and below two frames of MP3, in samples of the file's own rate.
 TOLERATED_S = 0.1
+TOLERATED_SAMPLES = 2 * 1152
 TOLERATED_SHARE = 0.01
 # Silence takes 20 bytes per second in Opus and 50 in FLAC.
 FEWEST_BYTES_PER_S = 8
@@ -87,8 +89,8 @@ def decode_audio(
     memory of the chunks, and of about a second of the file's own sound.
 
     Raises:
-        SampleError: the recording is damaged, or its decoded length differs by more than 0.1 s or 1
-            %, whichever is larger.
+        SampleError: the recording is damaged, or its decoded length differs by more than 0.1 s, 1 %
+            or 2,304 samples of its own rate, whichever is largest.
     """
     tolerated = round(_tolerated_s(samples / SAMPLE_RATE_HZ) * SAMPLE_RATE_HZ)
     # Pages take memory only when they are written to.
@@ -96,7 +98,7 @@ def decode_audio(
     if (plain := plain_flac(blob)) is not None:
         decoded = read_plain(blob.name, plain, sound[:samples])
     else:
-        decoded = _read(blob, limits, sound[:samples], samples + tolerated)
+        decoded, tolerated = _read(blob, limits, sound[:samples], tolerated)
     if abs(decoded - samples) > tolerated:
         raise SampleError(
             f"audio {blob.name!r} is truncated or damaged: its header promises "
@@ -132,19 +134,22 @@ def _audio_stream(container: InputContainer, blob: MediaBlob) -> AudioStream:
 
 
 def _read(
-    blob: MediaBlob, limits: DecodeLimits, sound: NDArray[np.float32], most_samples: int
-) -> int:
+    blob: MediaBlob, limits: DecodeLimits, sound: NDArray[np.float32], tolerated: int
+) -> tuple[int, int]:
     """Write the recording's sound at 16 kHz to memory of as many samples as are wanted; returns how
-    many it has, or more than `most_samples`."""
+    many it has, or some number beyond what is tolerated, and by how many these may differ:
+    `tolerated`, or what its codec may add."""
     decoded = 0
     with opened(blob, limits) as container:
+        rate_hz = max(LEAST_RATE_HZ, _audio_stream(container, blob).rate)
+        tolerated = max(tolerated, round(TOLERATED_SAMPLES / rate_hz * SAMPLE_RATE_HZ))
         for wave in _at_rate(_seconds(container, blob, limits)):
             room = sound[decoded : decoded + len(wave)]
             _write(wave[: len(room)], room)
             decoded += len(wave)
-            if decoded > most_samples:
+            if decoded > len(sound) + tolerated:
                 break
-    return decoded
+    return decoded, tolerated
 
 
 def _seconds(

@@ -11,7 +11,7 @@ from PIL import Image
 
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
-from dataservice.decode.audio import audio_samples, decode_audio
+from dataservice.decode.audio import TOLERATED_SAMPLES, audio_samples, decode_audio
 from dataservice.decode.image import cut_tiles, decode_image, image_size
 from dataservice.decode.media import MediaPipeline
 from dataservice.decode.processors.base import View, VisionPlan
@@ -307,6 +307,25 @@ def test_a_recording_decodes_to_the_length_of_its_header(
     assert 0.3 < np.sqrt(2) * middle.std() < 0.6
     spectrum = np.abs(np.fft.rfft(middle * np.hanning(len(middle))))
     assert np.argmax(spectrum) * 16_000 / len(middle) == pytest.approx(440, abs=8)
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "rate"),
+    [
+        ("mp3", "libmp3lame", 8_000),
+        ("mp3", "libmp3lame", 11_025),
+        ("mp3", "libmp3lame", 16_000),
+        ("matroska", "aac", 8_000),
+    ],
+)
+def test_what_a_codec_adds_at_a_low_rate_is_no_damage(files, container, codec, rate):
+    for seconds in (0.51, 1.0, 3.37):
+        blob = files.blob("audio", files.audio(seconds, rate, container, codec))
+        samples = audio_samples(blob, DEFAULT_LIMITS)
+        assert samples / 16_000 == pytest.approx(seconds, abs=TOLERATED_SAMPLES / rate)
+        chunks = WhisperProcessor().plan(samples)
+        (sound,) = decode_audio(blob, samples, chunks, DEFAULT_LIMITS)
+        assert sound[round(seconds * 16_000) - 1600 :].any()
 
 
 def test_an_mp3_without_an_index_is_measured_by_its_packets(files):
