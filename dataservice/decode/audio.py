@@ -43,14 +43,14 @@ _OF_FULL_SCALE = 1 / _FULL_SCALE  # a power of two: dividing gives the same
 _WHOLE_NUMBERS, _FLOATS = frozenset({"s16", "s16p"}), frozenset({"flt", "fltp"})
 # Without an index in the file, the durations in these formats' headers are guesses from the first
 # bit rate.
-_GUESSED_DURATION_FORMATS = frozenset({"mp3", "aac"})
+_GUESSED_DURATION_FORMATS = frozenset({"mp3", "aac", "amr"})
 
 
 def audio_samples(blob: MediaBlob, limits: DecodeLimits) -> int:
     """Number of samples at 16 kHz that the recording is planned with, without decoding.
 
-    It follows from the header's duration; when that is missing, or (MP3, raw AAC) differs from the
-    duration of all packets, from the latter.
+    It follows from the header's duration; when that is missing, or (MP3, raw AAC, AMR) differs
+    from the duration of all packets, from the latter.
 
     Raises:
         SampleError: the recording is unreadable or without sound, its header promises more than its

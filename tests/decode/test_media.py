@@ -328,6 +328,15 @@ def test_what_a_codec_adds_at_a_low_rate_is_no_damage(files, container, codec, r
         assert sound[round(seconds * 16_000) - 1600 :].any()
 
 
+def test_a_recording_of_a_telephone_is_measured_by_its_packets(files):
+    """FFmpeg takes the length of AMR from the size of the file and a bit rate that it guesses."""
+    blob = files.blob("audio", files.audio(20.0, 8_000, "amr", "amr_nb"))
+    samples = audio_samples(blob, DEFAULT_LIMITS)
+    assert samples / 16_000 == pytest.approx(20.0, abs=0.1)
+    chunks = WhisperProcessor().plan(samples)
+    assert len(decode_audio(blob, samples, chunks, DEFAULT_LIMITS)) == 1
+
+
 def test_an_mp3_without_an_index_is_measured_by_its_packets(files):
     data = files.audio(4.0, 44_100, "mp3", "libmp3lame")
     name = b"Info" if b"Info" in data else b"Xing"
