@@ -142,14 +142,16 @@ class TextPipeline:
         return tokens.text.join(medium.texts)
 
     def _document(self, document: Document) -> str:
-        """BOS if the tokenizer's configuration adds one, the text, and the end-of-document
-        token."""
+        """BOS if the tokenizer's configuration adds one, the text, and the end-of-document token.
+        The text is tokenised apart from BOS, as the tokenizer itself does it: some write the
+        beginning of a text otherwise than what follows a token."""
         if self._end_of_document is None:
             raise SampleError(
                 f"the tokenizer {quoted(self._tokenizer.path)} has no end-of-document token. Name "
                 "one of its vocabulary as end_of_document_token in the job's pipeline."
             )
-        begin = self._tokenizer.named.get("bos_token", "") if self._tokenizer.adds_bos else ""
+        bos = self._tokenizer.named.get("bos_token", "") if self._tokenizer.adds_bos else ""
+        begin = f"{bos}{BREAK}" if bos else ""
         body = "".join(
             SLOTS[part.kind] if isinstance(part, MediaPart) else self._guard.protect(part)
             for part in document.parts

@@ -362,6 +362,19 @@ def test_a_document_begins_with_the_bos_of_tokenizer_json_unless_its_configurati
         assert decoded.input_ids[: len(alone)].tolist() == alone
 
 
+@pytest.mark.parametrize("train", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_a_document_behind_bos_has_the_tokens_that_its_tokenizer_gives_it(kitchen, sample, train):
+    tokenizer = train(SPECIALS)
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", kitchen.id("<|im_start|>"))]
+    )
+    tokenizer.save(str(kitchen.folder / "tokenizer.json"))
+    kitchen.configure(None, bos_token="<|im_start|>")
+    decoded = decode(kitchen.pipeline(), sample({"text": "the cat sat on a mat"}))
+    assert decoded.input_ids[:-1].tolist() == tokenizer.encode("the cat sat on a mat").ids
+    assert decoded.labels[:-1].tolist() == decoded.input_ids[1:].tolist()
+
+
 def test_media_in_a_learnt_text_are_not_learnt(kitchen, sample, files):
     raw = sample({"text": "the <image> cat"}, files.blob("image", files.image(56, 56)))
     decoded = decode(kitchen.pipeline(), raw)
