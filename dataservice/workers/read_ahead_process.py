@@ -94,7 +94,11 @@ class ReadAheadProcess:
             for place in tuple(request.left):
                 request.outcomes[place] = ReadOutcome(away=reason, read_s=self._timeout_s)
             log.warning("reading ahead: %s; the process is replaced", reason)
-            life.process.kill()
+            with self._lock:
+                if (
+                    self._life is life
+                ):  # else it is being ended, and its descriptor may be another's
+                    life.process.kill()
         return request.outcomes
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from dataservice.core.sample import DecodedSample, MediaBlob, RawSample
 from dataservice.workers import read_ahead
 from dataservice.workers.host import DecodingHost
 from dataservice.workers.process_decoders import ProcessDecoders
+from dataservice.workers.read_ahead_process import ReadAheadProcess
 from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
 from tests.waiting import until
@@ -308,6 +310,41 @@ async def test_a_process_that_dies_or_hangs_while_it_reads_costs_no_sample(
     receipt = await processes.prepare(an_order(tmp_path, keys))
     assert receipt.bad_samples == ()
     assert (await processes.prepare(an_order(tmp_path, ["x"], pack=1))).bad_samples == ()
+
+
+class Fleeting:
+    """A nursery whose only child is gone, and takes as long to end as who waits for its answer."""
+
+    def __init__(self):
+        self.orders, self.other_end = socket.socketpair()
+        self.ending, self.waited, self.kills = threading.Event(), threading.Event(), []
+
+    def fork(self):
+        return self
+
+    def kill(self):
+        self.kills.append(self.ending.is_set())
+
+    def end(self, child):
+        self.ending.set()
+        self.waited.wait(10)
+        return "has ended"
+
+
+def test_a_process_that_has_ended_is_not_killed_by_who_waits_for_it_in_vain(tmp_path):
+    """Its descriptor may be that of another process by then."""
+    nursery = Fleeting()
+    reading = ReadAheadProcess(nursery, threads=1, timeout_s=0.5)
+    refs = [sample.ref for sample in an_order(tmp_path, ["x"]).samples]
+    with ThreadPoolExecutor(1) as threads:
+        outcomes = threads.submit(reading.read, "{}", refs)
+        nursery.other_end.recv(1)
+        nursery.other_end.close()
+        assert nursery.ending.wait(10)
+        (outcome,) = outcomes.result(10)
+    nursery.waited.set()
+    assert outcome.away
+    assert True not in nursery.kills
 
 
 def test_reading_ends_with_the_decoders(tmp_path):
