@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import av
 from av.audio.stream import AudioStream
 from av.container import InputContainer
+from av.error import FFmpegError
 from av.stream import Stream
 from av.video.stream import VideoStream
 
@@ -17,6 +18,8 @@ from dataservice.decode.mp4_tables import check_tables
 from dataservice.decode.tags import without_tags
 
 _MICROSECONDS = 1_000_000
+# Formats whose duration is the time at which the last packet ends, not that between both ends.
+_TIMED_FROM_ZERO = frozenset({"matroska,webm"})
 # Formats that contain their media. Playlists and scripts (HLS, DASH, ffconcat) would make FFmpeg
 # open other files and addresses that the sample names.
 FORMATS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,wav,w64,aiff,caf,flac,mp3,ogg,aac,amr"
@@ -103,3 +106,19 @@ def count_packets(
     if first is None or stream.time_base is None:
         return count, 0.0
     return count, float((last - first) * stream.time_base)
+
+
+def last_packet_s(container: InputContainer) -> float:
+    """Seconds at which the last packet of any track ends, as the container's duration counts them;
+    decodes nothing. Reads from the current position, up to the end or the first damage."""
+    last_s = 0.0
+    try:
+        for packet in container.demux():
+            stamp = packet.pts if packet.pts is not None else packet.dts
+            if packet.size and stamp is not None and packet.time_base is not None:
+                end = (stamp + (packet.duration or 0)) * packet.time_base
+                last_s = max(last_s, float(end))
+    except FFmpegError:
+        pass  # what comes behind it is missing
+    from_zero = container.format.name in _TIMED_FROM_ZERO
+    return last_s if from_zero else last_s - (container.start_time or 0) / _MICROSECONDS

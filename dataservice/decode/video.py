@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
-from dataservice.decode.container import header_seconds, opened, prepare_decoder
+from dataservice.decode.container import (
+    header_seconds,
+    last_packet_s,
+    opened,
+    prepare_decoder,
+)
 from dataservice.decode.frame_reader import FramesDisagree, read_frames
 from dataservice.decode.frame_table import FrameTable, read_frame_table
 from dataservice.decode.image import cut_views
@@ -54,7 +59,7 @@ def read_clip(blob: MediaBlob, limits: DecodeLimits) -> Clip:
         table = read_frame_table(container, stream, limits.max_video_frames)
         limits.check("max_video_frames", table.packets, f"{what}: frames")
         seconds = header_seconds(container, stream)
-        _check_whole(blob, table, listed=_listed(stream), seconds=seconds)
+        _check_whole(blob, table, limits, listed=_listed(stream), seconds=seconds)
     frames = table.frames
     if frames < 1 or width < 1 or height < 1:
         raise SampleError(
@@ -167,19 +172,35 @@ def _listed(stream: VideoStream) -> int:
     return len(stream.index_entries) if stream.frames else 0
 
 
-def _check_whole(blob: MediaBlob, table: FrameTable, *, listed: int, seconds: float | None) -> None:
+def _check_whole(
+    blob: MediaBlob,
+    table: FrameTable,
+    limits: DecodeLimits,
+    *,
+    listed: int,
+    seconds: float | None,
+) -> None:
     """Raises SampleError when packets are missing at the end, or key frames at the beginning."""
     if listed:
         if listed - table.packets > _tolerated_frames(listed):
             raise _truncated(blob, f"{listed} frames", f"{table.packets} are there")
-    elif seconds is not None and table.spanned_s < 0.9 * seconds - 0.5:
-        raise _truncated(blob, f"{seconds:.1f} s", f"its packets end after {table.spanned_s:.1f} s")
+    elif seconds is not None and _is_short(table.spanned_s, seconds):
+        # A clip may begin later than its file, or end sooner than the sound beside it. Where a file
+        # was cut off, so were all its tracks.
+        with opened(blob, limits) as container:
+            ends_s = last_packet_s(container)
+        if _is_short(ends_s, seconds):
+            raise _truncated(blob, f"{seconds:.1f} s", f"its packets end after {ends_s:.1f} s")
     if table.headless_frames > _tolerated_frames(table.frames):
         raise SampleError(
             f"video {blob.name!r} was cut out of a longer one: {table.headless_frames} of its "
             f"{table.frames} frames come before its first key frame, and cannot be decoded "
             "without the one before. Cut it at a key frame, or leave the sample out."
         )
+
+
+def _is_short(spanned_s: float, promised_s: float) -> bool:
+    return spanned_s < 0.9 * promised_s - 0.5
 
 
 def _video_stream(container: InputContainer, blob: MediaBlob) -> VideoStream:

@@ -3,14 +3,17 @@
 import gc
 import threading
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
 
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.sample import MediaBlob
 from dataservice.decode.audio import TOLERATED_SAMPLES, audio_samples, decode_audio
 from dataservice.decode.image import cut_tiles, decode_image, image_size
 from dataservice.decode.media import MediaPipeline
@@ -20,6 +23,7 @@ from dataservice.decode.processors.llava import LlavaProcessor
 from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 from dataservice.decode.processors.whisper import WhisperProcessor
 from dataservice.decode.video import decode_video, read_clip
+from tests.decode.files import written
 
 ORIENTATION = 0x0112
 
@@ -242,6 +246,45 @@ def test_a_clip_cut_in_half_is_refused_when_measured(files, container, codec):
     blob = files.blob("video", data[: len(data) // 2], "half")
     with pytest.raises(SampleError, match=r"'half'.*(truncated|cut off|cannot be read)"):
         read_clip(blob, DEFAULT_LIMITS)
+
+
+def beside_sound(container: str, codecs: tuple[str, str], begin_s: float, clip_s: float) -> bytes:
+    """A clip of a file that has 10 s of sound."""
+    with written(container, None) as (out, done):
+        clip = out.add_stream(codecs[0], rate=10)
+        clip.width, clip.height, clip.pix_fmt = 64, 48, "yuv420p"
+        heard = out.add_stream(codecs[1], rate=48_000, layout="mono")
+        packets = []
+        for k in range(round(10 * clip_s)):
+            grey = np.full((48, 64, 3), 2 * k, np.uint8)
+            frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
+            frame.pts, frame.time_base = round(10 * begin_s) + k, Fraction(1, 10)
+            packets += clip.encode(frame)
+        noise = np.random.default_rng(0).integers(-9000, 9000, (1, 480_000), np.int16)
+        sound = av.AudioFrame.from_ndarray(noise, format="s16", layout="mono")
+        sound.sample_rate, sound.pts = 48_000, 0
+        packets += [*clip.encode(), *heard.encode(sound), *heard.encode()]
+        for packet in sorted(packets, key=lambda packet: packet.dts * packet.time_base):
+            out.mux(packet)
+    return done()
+
+
+@pytest.mark.parametrize(("begin_s", "clip_s"), [(4, 6), (0, 4)])
+@pytest.mark.parametrize(
+    ("container", "codecs"),
+    [
+        ("matroska", ("libx264", "aac")),
+        ("webm", ("libvpx", "libopus")),
+        ("flv", ("libx264", "aac")),
+    ],
+)
+def test_a_clip_may_begin_later_or_end_sooner_than_its_sound(container, codecs, begin_s, clip_s):
+    data = beside_sound(container, codecs, begin_s, clip_s)
+    blob = MediaBlob(kind="video", name="whole", data=data)
+    assert read_clip(blob, DEFAULT_LIMITS).header.frames == 10 * clip_s
+    half = replace(blob, name="half", data=data[: len(data) // 2])
+    with pytest.raises(SampleError, match="'half' is truncated or damaged"):
+        read_clip(half, DEFAULT_LIMITS)
 
 
 def test_the_last_frame_stands_in_for_the_few_that_containers_overcount(files):
