@@ -56,10 +56,13 @@ def read_clip(blob: MediaBlob, limits: DecodeLimits) -> Clip:
         width, height, rate = stream.width, stream.height, stream.average_rate
         limits.check("max_video_pixels", width * height, f"{what}: pixels a frame")
         limits.check("max_video_frames", stream.frames, f"{what}: frames")
+        listed = len(stream.index_entries)  # before FFmpeg lists what it reads
         table = read_frame_table(container, stream, limits.max_video_frames)
         limits.check("max_video_frames", table.packets, f"{what}: frames")
         seconds = header_seconds(container, stream)
-        _check_whole(blob, table, limits, listed=_listed(stream), seconds=seconds)
+        _check_whole(
+            blob, table, limits, promised=_promised(stream, listed, table), seconds=seconds
+        )
     frames = table.frames
     if frames < 1 or width < 1 or height < 1:
         raise SampleError(
@@ -167,9 +170,11 @@ def _check_decoded(blob: MediaBlob, clip: Clip, frames: int, limits: DecodeLimit
     )
 
 
-def _listed(stream: VideoStream) -> int:
-    """Number of packets that an MP4's header lists; 0 when a file has no such list."""
-    return len(stream.index_entries) if stream.frames else 0
+def _promised(stream: VideoStream, listed: int, table: FrameTable) -> int:
+    """Number of packets that a header promises: those that an MP4 or AVI lists, 0 when a file has
+    no such list. An AVI has it at its end: where more packets were found than FFmpeg saw `listed`
+    it was lost, as where the file was cut off, and what the header counts is left."""
+    return listed if stream.frames and listed >= table.packets else stream.frames
 
 
 def _check_whole(
@@ -177,13 +182,13 @@ def _check_whole(
     table: FrameTable,
     limits: DecodeLimits,
     *,
-    listed: int,
+    promised: int,
     seconds: float | None,
 ) -> None:
     """Raises SampleError when packets are missing at the end, or key frames at the beginning."""
-    if listed:
-        if listed - table.packets > _tolerated_frames(listed):
-            raise _truncated(blob, f"{listed} frames", f"{table.packets} are there")
+    if promised:
+        if promised - table.packets > _tolerated_frames(promised):
+            raise _truncated(blob, f"{promised} frames", f"{table.packets} are there")
     elif seconds is not None and _is_short(table.spanned_s, seconds):
         # A clip may begin later than its file, or end sooner than the sound beside it. Where a file
         # was cut off, so were all its tracks.
