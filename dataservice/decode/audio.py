@@ -24,6 +24,7 @@ from dataservice.core.sample import MediaBlob
 from dataservice.decode.container import (
     count_packets,
     header_seconds,
+    last_packet_s,
     opened,
     prepare_decoder,
 )
@@ -50,7 +51,8 @@ def audio_samples(blob: MediaBlob, limits: DecodeLimits) -> int:
     """Number of samples at 16 kHz that the recording is planned with, without decoding.
 
     It follows from the header's duration; when that is missing, or (MP3, raw AAC, AMR) differs
-    from the duration of all packets, from the latter.
+    from the duration of all packets, from the latter. So it does where the header only has the
+    duration of the whole file (Matroska, WebM), and the sound ends before the clip beside it.
 
     Raises:
         SampleError: the recording is unreadable or without sound, its header promises more than its
@@ -60,9 +62,13 @@ def audio_samples(blob: MediaBlob, limits: DecodeLimits) -> int:
         stream = _audio_stream(container, blob)
         _check_signal(blob, stream.rate, stream.channels, limits)
         seconds = header_seconds(container, stream)
-        if seconds is None or container.format.name in _GUESSED_DURATION_FORMATS:
+        is_guessed = container.format.name in _GUESSED_DURATION_FORMATS
+        if seconds is None or is_guessed or stream.duration is None:
             _, spanned_s = count_packets(container, stream)
-            if seconds is None or abs(spanned_s - seconds) > _tolerated_s(seconds):
+            if seconds is None or (
+                abs(spanned_s - seconds) > _tolerated_s(seconds)
+                and (is_guessed or _is_whole(blob, limits, seconds))
+            ):
                 seconds = spanned_s
     limits.check("max_audio_s", seconds, f"audio {blob.name!r}: seconds")
     samples = round(seconds * SAMPLE_RATE_HZ)
@@ -109,6 +115,12 @@ def decode_audio(
     sound[min(decoded, samples) :] = 0
     ends = np.cumsum([chunk.samples for chunk in chunks])
     return tuple(np.split(sound, ends[:-1]))
+
+
+def _is_whole(blob: MediaBlob, limits: DecodeLimits, seconds: float) -> bool:
+    """Whether packets of some track reach the end that the header promises."""
+    with opened(blob, limits) as container:
+        return last_packet_s(container) > seconds - _tolerated_s(seconds)
 
 
 def _check_signal(blob: MediaBlob, rate_hz: int, channels: int, limits: DecodeLimits) -> None:

@@ -380,6 +380,23 @@ def test_a_recording_of_a_telephone_is_measured_by_its_packets(files):
     assert len(decode_audio(blob, samples, chunks, DEFAULT_LIMITS)) == 1
 
 
+@pytest.mark.parametrize(
+    ("container", "codecs"),
+    [("matroska", ("libx264", "aac")), ("webm", ("libvpx", "libopus"))],
+)
+def test_sound_may_end_sooner_than_the_clip_beside_it(container, codecs):
+    data = beside_sound(container, codecs, begin_s=0, clip_s=11)
+    blob = MediaBlob(kind="audio", name="whole", data=data)
+    samples = audio_samples(blob, DEFAULT_LIMITS)
+    assert samples / 16_000 == pytest.approx(10, abs=0.1)
+    chunks = WhisperProcessor().plan(samples)
+    assert len(decode_audio(blob, samples, chunks, DEFAULT_LIMITS)) == 1
+    half = replace(blob, name="half", data=data[: len(data) // 2])
+    promised = audio_samples(half, DEFAULT_LIMITS)
+    with pytest.raises(SampleError, match="'half' is truncated or damaged"):
+        decode_audio(half, promised, WhisperProcessor().plan(promised), DEFAULT_LIMITS)
+
+
 def test_an_mp3_without_an_index_is_measured_by_its_packets(files):
     data = files.audio(4.0, 44_100, "mp3", "libmp3lame")
     name = b"Info" if b"Info" in data else b"Xing"
