@@ -95,9 +95,8 @@ class ReadAheadProcess:
                 request.outcomes[place] = ReadOutcome(away=reason, read_s=self._timeout_s)
             log.warning("reading ahead: %s; the process is replaced", reason)
             with self._lock:
-                if (
-                    self._life is life
-                ):  # else it is being ended, and its descriptor may be another's
+                # Else it is being ended, and its descriptor may be another's by now.
+                if self._life is life:
                     life.process.kill()
         return request.outcomes
 
