@@ -215,24 +215,27 @@ def schema_version(state: Path) -> int:
         return int(version)
 
 
-def trained_on(ranks: Ranks, steps: int = 1) -> None:
-    """Wait until the ranks have trained so many steps more."""
+def trained_on(ranks: Ranks) -> None:
+    """Wait until the ranks have trained a step more."""
     before = ranks.steps_done
-    wait_for(lambda: ranks.steps_done >= before + steps or ranks.errors)
+    wait_for(lambda: ranks.steps_done > before or ranks.errors)
     assert not ranks.errors
 
 
 def test_workers_outlive_coordinators_and_are_renewed_under_a_job(corpus, tmp_path, service):
-    service.cli("job", "submit", str(job_file(corpus, tmp_path)))
+    service.cli("job", "submit", str(job_file(corpus, tmp_path, epochs=EPOCHS)))
     samples = json.loads(service.cli("job", "list", "--json").stdout)[0]["samples"]
     first = workers_of(service)
-    ranks = Ranks(service.address, 3, pace_s=0.3).start()
+    ranks = Ranks(service.address, 3, pace_s=0.3, hold_at=2).start()
     for end in (service.kill, service.stop):
-        trained_on(ranks, 2)
+        wait_for(lambda: ranks.held or ranks.errors)
         end()
         service.start()
         assert workers_of(service) == first
         wait_for(lambda: found_packs(service) > 0)
+        ranks.release(ranks.hold_at + 2)
+    wait_for(lambda: ranks.held or ranks.errors)
+    ranks.release()
     said = service.cli("workers", "restart").stdout
     # A successor that takes long to start is given up, and its worker drains before the next.
     replaced = dict(re.findall(r"(worker-[01]\.1) is replaced by (worker-[01]\.[2-9])", said))
@@ -240,7 +243,7 @@ def test_workers_outlive_coordinators_and_are_renewed_under_a_job(corpus, tmp_pa
     assert set(workers_of(service)) == set(replaced.values())
     ranks.join()
     assert len(ranks.visits) == samples
-    assert set(ranks.visits.values()) == {1}
+    assert set(ranks.visits.values()) == {EPOCHS}
     assert "is lost" not in service.log.read_text()
 
 
@@ -250,7 +253,7 @@ def test_the_upgrade_and_its_rollback_lose_nothing_in_the_order_that_is_written(
     service.cli("job", "submit", str(job_file(corpus, tmp_path, job="upgraded", epochs=EPOCHS)))
     state = service.state_dir / "state.db"
     known = schema_version(state)
-    ranks = Ranks(service.address, 3, job="upgraded", pace_s=0.5).start()
+    ranks = Ranks(service.address, 3, job="upgraded", pace_s=1.5).start()
     trained_on(ranks)
     operator = Operator(service=service, ray=ray, between=lambda: trained_on(ranks))
     done = operator.follow(commands_of("Upgrade"), release=next_release)
