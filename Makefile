@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test test-long fuzz parity check bench bench-data bench-scale protos reference format warm clean soak faults
+.PHONY: demo test test-long test-full fuzz parity check bench bench-data bench-scale protos reference format warm clean soak faults
 
 demo: warm
 	$(BIN)/python -m demo.run
@@ -16,7 +16,11 @@ test: warm
 
 # What takes minutes: launchers, upgrades, restarts, services that hang, large and hostile jobs.
 test-long: warm
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m long
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m "long and not full"
+
+# What CI has no time for: the rest of the fault matrix, and variants of what it runs.
+test-full: warm
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m full
 
 # Other damage than that of `make test`, and eight times as much: 13,000 files and requests for a
 # factor of 1. A failure names its seed and its input.

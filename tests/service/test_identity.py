@@ -53,7 +53,14 @@ def replaced_by_a_copy(home: Path, cli: CommandLine, job: Path) -> None:
     (home / "corpus").symlink_to(home / "mounted")
 
 
-@pytest.mark.parametrize("change", [touched, touched_and_indexed_again, replaced_by_a_copy])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(touched, marks=pytest.mark.full),
+        touched_and_indexed_again,
+        replaced_by_a_copy,
+    ],
+)
 def test_the_same_bytes_resume_from_their_checkpoint_bit_for_bit(
     tmp_path: Path, cli: CommandLine, change: Callable[[Path, CommandLine, Path], None]
 ) -> None:

@@ -75,7 +75,12 @@ def over(folder: Path, launch: str, rank: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("how", "group"), [("one host", False), ("two hosts", False), ("two hosts", True)]
+    ("how", "group"),
+    [
+        ("one host", False),
+        pytest.param("two hosts", False, marks=pytest.mark.full),
+        ("two hosts", True),
+    ],
 )
 def test_ranks_of_two_launches_that_open_in_turns_never_train_together(
     corpus, tmp_path, how, group
@@ -113,7 +118,7 @@ def test_ranks_of_two_launches_that_open_in_turns_never_train_together(
     assert len(trained) == shown["samples"]
 
 
-@pytest.mark.parametrize("how", ["one host", "two hosts"])
+@pytest.mark.parametrize("how", [pytest.param("one host", marks=pytest.mark.full), "two hosts"])
 def test_ranks_that_torchrun_restarts_are_an_attempt_and_lose_and_repeat_nothing(
     corpus, tmp_path, how
 ):

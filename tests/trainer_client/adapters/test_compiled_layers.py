@@ -68,7 +68,9 @@ def test_layers_with_windows_spans_and_deep_features_compile_too(name, graphs):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "graphs"), [("qwen3_vl", 4), ("gemma3", 12)])
+@pytest.mark.parametrize(
+    ("name", "graphs"), [("qwen3_vl", 4), pytest.param("gemma3", 12, marks=pytest.mark.full)]
+)
 def test_layers_that_saw_packs_with_images_and_without_compile_for_no_step_again(name, graphs):
     """Not even for an idle wave. The graphs are those that the adapter's README counts."""
     family = FAMILIES[name]
