@@ -287,15 +287,16 @@ def _random(source: SourceSpec, seed: int) -> Random:
 
 
 def _no_number(source: SourceSpec, number: int, samples: int) -> NotFoundError:
-    if not samples:
-        return NotFoundError(
-            f"source {source.name!r} has 0 usable samples, so there is no sample {number}. Leave "
-            "the number out to see what is wrong with its first ones, or give a key."
+    if samples:
+        remedy = (
+            f"Give a number from 0 to {samples - 1}, or a key; a key that reads as a number is "
+            f"written {BY_KEY}{number}."
         )
+    else:
+        remedy = "Leave the number out to see what is wrong with its first ones, or give a key."
     return NotFoundError(
         f"source {source.name!r} has {samples:,} usable samples, so there is no sample {number}. "
-        f"Give a number from 0 to {samples - 1}, or a key; a key that reads as a number is written "
-        f"{BY_KEY}{number}."
+        f"{remedy}"
     )
 
 

@@ -72,15 +72,11 @@ def pipeline_chunks(model: TrainableModel, layout: StageLayout) -> list[Module]:
     chunks: list[Module] = [
         *(Module() for _ in range(begins)),  # which have parts of the encoder alone
         FirstChunk(with_parts(family, first, keep=keep), tied=tied, last=not later),
-        *(
-            LaterChunk(with_parts(family, part, keep=()), tied=False, last=False)
-            for part in later[:-1]
-        ),
-        *(
-            LaterChunk(with_parts(family, part, keep=("head",)), tied=tied, last=True)
-            for part in later[-1:]
-        ),
     ]
+    for layers in later:
+        last = layers is later[-1]
+        its_own = with_parts(family, layers, keep=("head",) if last else ())
+        chunks.append(LaterChunk(its_own, tied=tied and last, last=last))
     for of_chunks in () if cut is None else cut.parts.values():
         for chunk, part in of_chunks.items():
             chunks[chunk].add_module("encoder", part_of(family, part).model)
@@ -145,10 +141,8 @@ class LaterChunk(Module):
     def tied(self) -> Parameter | None:
         """The head's weight as it is now; None where it is elsewhere, or the embeddings have
         another."""
-        if not self._tied:
-            return None
-        weight: Parameter = self._family.model.get_output_embeddings().weight
-        return weight
+        head = self._family.model.get_output_embeddings()
+        return head.weight if self._tied else None
 
     def forward(self, microbatch: Microbatch, hidden: Tensor, attention: PackedAttention) -> Tensor:
         """Hidden states [rows, width], or of the last chunk logits [rows, vocabulary]."""
