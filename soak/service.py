@@ -5,10 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Protocol
 
 from soak.processes import end_family, mark
 
@@ -16,6 +19,56 @@ ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0  # more than worker_start_timeout_s and the coordinator's own start
 STOP_LIMIT_S = 30.0
 COMMAND_LIMIT_S = 120.0
+PROGRAM = "dataservice.cli.main"
+
+
+class Process(Protocol):
+    """What is needed of a process that was started, by the names of `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+
+    def wait(self, timeout: float) -> int:
+        """Its exit status, when it has ended. Raises TimeoutExpired."""
+
+    def send_signal(self, sig: int) -> None:
+        """Signal it unless it has ended."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+
+class Start(Protocol):
+    """How the command line is started."""
+
+    def __call__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        error: IO[bytes],
+        program: str = PROGRAM,
+    ) -> Process:
+        """Start `program ARGUMENTS` with this environment."""
+
+
+def start_anew(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output: IO[bytes],
+    error: IO[bytes],
+    program: str = PROGRAM,
+) -> Process:
+    """By a Python of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", program, *arguments], stdout=output, stderr=error, env=environment
+    )
+
+
+start: Start = start_anew  # tests fork
 
 
 @dataclass
@@ -30,8 +83,8 @@ class ServiceProcess:
     address: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     token: str | None = None
-    program: str = "dataservice.cli.main"
-    process: subprocess.Popen[bytes] | None = None
+    program: str = PROGRAM
+    process: Process | None = None
     starts: int = 0
 
     @property
@@ -59,13 +112,9 @@ class ServiceProcess:
         if self.log.exists():
             self.log.rename(self.home / f"service.{self.starts}.log")
         self.starts += 1
+        environment = {**child_environment(self.home), **self.environment}
         with self.log.open("wb") as sink:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", self.program, *arguments],
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env={**child_environment(self.home), **self.environment},
-            )
+            self.process = start(arguments, environment, sink, sink, self.program)
         deadline_s = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline_s and self.process.poll() is None:
             for line in self.log.read_text().splitlines():
@@ -125,12 +174,15 @@ def child_environment(home: Path) -> dict[str, str]:
 
 def dataservice(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run the command line in a separate process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "dataservice.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-        timeout=COMMAND_LIMIT_S,
-    )
-    assert not check or done.returncode == 0, done.stderr
-    return done
+    environment = {**os.environ, "COLUMNS": "200"}
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as error:
+        process = start(arguments, environment, output, error)
+        try:
+            returned = process.wait(timeout=COMMAND_LIMIT_S)
+        finally:
+            process.kill()
+        output.seek(0)
+        error.seek(0)
+        printed, told = output.read().decode(), error.read().decode()
+    assert not check or returned == 0, told
+    return subprocess.CompletedProcess([PROGRAM, *arguments], returned, printed, told)
