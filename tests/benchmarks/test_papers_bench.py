@@ -35,7 +35,7 @@ def main_model():
     return setting(1)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("name", PAPERS)
 def test_every_row_of_the_papers_is_met_or_says_why_it_is_off(name):
     rows = PAPERS[name](TINY)

@@ -45,7 +45,7 @@ def secured(tmp_path: Path) -> dict[str, Any]:
     return {name: str(path) for name, path in (files | {"ca_file": tmp_path / "ca.pem"}).items()}
 
 
-@pytest.fixture(params=["ray", "local by TLS"])
+@pytest.fixture(params=[pytest.param("ray", marks=pytest.mark.full), "local by TLS"])
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceProcess]:
     pool, _, by_tls = request.param.partition(" by ")
     first = free_ports(5, "::1")

@@ -20,7 +20,9 @@ RANKS, STEPS = 3, 6
 IMAGE, CLIP = 1, 2
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("qwen2_vl", marks=pytest.mark.full), "qwen2_5_vl"]
+)
 def served(request, corpus, tmp_path_factory):
     """A service whose job is of this family, and the ids of its tokens for images and clips."""
     home = tmp_path_factory.mktemp(request.param)

@@ -63,7 +63,10 @@ def test_the_spy_finds_what_is_there() -> None:
     assert found_in_memory(*(half.encode() for half in SECRET)) >= 1, held
 
 
-@pytest.mark.parametrize(("pool", "code"), [("local", False), ("local", True), ("ray", True)])
+@pytest.mark.parametrize(
+    ("pool", "code"),
+    [("local", False), pytest.param("local", True, marks=pytest.mark.full), ("ray", True)],
+)
 def test_a_job_trains_from_a_profiles_storage_and_its_code_never_holds_the_secret(
     home, tmp_path, pool, code
 ):

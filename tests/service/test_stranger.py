@@ -198,7 +198,14 @@ class Judge:
         self._pictures.close()
 
 
-@pytest.mark.parametrize("loop", ["loop", "Trainer", "Lightning"])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "loop",
+        pytest.param("Trainer", marks=pytest.mark.full),
+        pytest.param("Lightning", marks=pytest.mark.full),
+    ],
+)
 def test_steps_have_the_losses_that_transformers_has_one_sample_at_a_time(tmp_path, loop):
     rows = write_data(tmp_path)
     write_model(tmp_path / "model")

@@ -106,6 +106,7 @@ def test_hsdp_goes_on_from_one_ranks_checkpoint(on_one_rank, torchtitan, served,
     goes_on(on_one_rank, torchtitan, served, tmp_path, ranks=4, replicate=2)
 
 
+@pytest.mark.full
 def test_tensor_parallel_ranks_go_on_from_it(on_one_rank, torchtitan, served, tmp_path):
     service, file, _ = served
     job = yaml.safe_load(file.read_text())

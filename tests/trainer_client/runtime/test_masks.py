@@ -89,7 +89,7 @@ def block_of(lengths, *, window=None, spans=None):
     return build_ring_layout(bounds, **settings).blocks[0]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 def test_compiled_flex_attention_makes_no_graph_for_a_new_pack(monkeypatch):
     """Both passes as torch's compiler takes them in, run by its eager backend: inductor compiles
