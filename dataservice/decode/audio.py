@@ -30,6 +30,7 @@ from dataservice.decode.container import (
 )
 from dataservice.decode.flac import plain_flac, read_plain
 from dataservice.decode.processors.whisper import SAMPLE_RATE_HZ, AudioChunk
+from dataservice.decode.wav import missing_wav_s
 
 # Delay and padding of the codecs in use (MP3, AAC, Opus) are below 0.1 s; at low rates they are
 # longer, and below two frames of MP3, in samples of the file's own rate.
@@ -70,6 +71,7 @@ def audio_samples(blob: MediaBlob, limits: DecodeLimits) -> int:
                 and (is_guessed or _is_whole(blob, limits, seconds))
             ):
                 seconds = spanned_s
+    seconds += missing_wav_s(blob.data)
     limits.check("max_audio_s", seconds, f"audio {blob.name!r}: seconds")
     samples = round(seconds * SAMPLE_RATE_HZ)
     if samples < 1:

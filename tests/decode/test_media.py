@@ -417,13 +417,23 @@ def test_a_long_recording_becomes_chunks_that_join_to_it(files):
     assert (np.concatenate(pieces) == sound).all()
 
 
-@pytest.mark.parametrize(("container", "codec"), [("ipod", "aac"), ("flac", "flac")])
+@pytest.mark.parametrize(
+    ("container", "codec"), [("ipod", "aac"), ("flac", "flac"), ("wav", "pcm_s16le")]
+)
 def test_a_truncated_recording_is_reported_with_both_lengths(files, container, codec):
     data = files.audio(4.0, 16_000, container, codec, options={"movflags": "faststart"})
     blob = files.blob("audio", data[: len(data) // 2], "000009.wav")
     samples = audio_samples(blob, DEFAULT_LIMITS)
     with pytest.raises(SampleError, match=r"'000009.wav' is truncated.*promises 4.0"):
         decode_audio(blob, samples, WhisperProcessor().plan(samples), DEFAULT_LIMITS)
+
+
+@pytest.mark.parametrize("size", [0, 0x7FFF_F024, 0xFFFF_FFFF])
+def test_a_wav_that_was_written_to_a_pipe_is_as_long_as_its_bytes(files, size):
+    data = files.audio(2.5, 16_000, "wav", "pcm_s16le")
+    at = data.index(b"data") + 4
+    streamed = data[:at] + size.to_bytes(4, "little") + data[at + 4 :]
+    assert audio_samples(files.blob("audio", streamed), DEFAULT_LIMITS) == 40_000
 
 
 def test_noise_that_is_no_file_is_reported(files):
