@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+from typing import Any
 
 import dataservice.app
 import dataservice.serving.coordinator_client  # noqa: F401
@@ -61,7 +62,7 @@ class _Server:
                     return None
                 request = json.loads(message)
                 if (process := os.fork()) == 0:
-                    self._become(request["environment"], descriptors)
+                    self._become(request, descriptors)
                     arguments: list[str] = request["arguments"]
                     return arguments
                 *outputs, status = descriptors
@@ -79,7 +80,7 @@ class _Server:
                 os.close(status)
                 del self._running[process]
 
-    def _become(self, environment: dict[str, str], descriptors: list[int]) -> None:
+    def _become(self, request: dict[str, Any], descriptors: list[int]) -> None:
         """Take the place of a process that was started with these."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -92,10 +93,13 @@ class _Server:
         os.dup2(error, 2)
         for number in {output, error, status}:
             os.close(number)
+        environment = request["environment"]
         os.environ.clear()
         os.environ.update(environment)
+        os.chdir(request["folder"])
+        sys.path[0] = request["folder"]
         found = environment.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:0] = [path for path in found if path not in sys.path]
+        sys.path[1:1] = [path for path in found if path not in sys.path]
         if environment.get("PYTHONFAULTHANDLER"):
             faulthandler.enable()
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import IO
 
-from soak.service import PROGRAM, Process, start_anew
+from soak.service import PROGRAM, ROOT, Process, start_anew
 
 START_LIMIT_S = 600.0  # where the kernels are still to be compiled
 
@@ -87,6 +87,7 @@ class _Server:
                 [sys.executable, "-m", "tests.command_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                cwd=ROOT,  # a test may have gone elsewhere
                 env={**os.environ, "COLUMNS": "200"},
             )
         atexit.register(self._end)
@@ -99,7 +100,11 @@ class _Server:
         self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
     ) -> int:
         """The process id of one more command."""
-        request = {"arguments": list(arguments), "environment": dict(environment)}
+        request = {
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "folder": os.getcwd(),
+        }
         with self._one_at_a_time:
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
             answer = self._control.recv(64)
