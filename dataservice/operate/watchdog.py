@@ -70,15 +70,19 @@ class Sign:
         self._threads = threads
         self._seen_s = time.monotonic()
         self._error: Exception | None = None
+        self._began_s = self._seen_s  # of the look under way, or of the last
+        self._looking = False
         self._closed = threading.Event()
         threading.Thread(target=self._run, name=f"watch {what}", daemon=True).start()
 
     def trouble(self, limit_s: float) -> Trouble | None:
         """What is wrong; None if the sign was seen within the limit."""
-        silent_s = time.monotonic() - self._seen_s
+        now_s = time.monotonic()
+        silent_s = now_s - self._seen_s
         if silent_s <= limit_s:
             return None
-        error = self._error
+        # What the look before failed with says nothing of one that does not come back.
+        error = None if self._looking and now_s - self._began_s > limit_s else self._error
         return Trouble(
             what=self._what,
             sentence=(
@@ -96,6 +100,7 @@ class Sign:
 
     def _run(self) -> None:
         while not self._closed.is_set():
+            self._began_s, self._looking = time.monotonic(), True
             try:
                 self._look()
             except Exception as error:  # whatever it is, the sign was not seen
@@ -103,6 +108,7 @@ class Sign:
             else:
                 self._error = None
                 self._seen_s = time.monotonic()
+            self._looking = False
             self._closed.wait(self._every_s)
 
 
