@@ -1,5 +1,6 @@
 """The service's config: one YAML file, validated here, with the flags of `serve` on top."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -181,6 +182,14 @@ class ServiceConfig(Strict):
         if not port.isdecimal() or int(port) > 65535:
             raise ValueError("it must be host:port, such as 0.0.0.0:50051 or [::]:50051")
         return listen
+
+    @field_validator("traces")
+    @classmethod
+    def _is_a_url(cls, traces: str | None) -> str | None:
+        # Spans that go nowhere are lost without an error, so that nobody would see it.
+        if traces is not None and not re.match(r"https?://[^/]", traces):
+            raise ValueError("it must be a URL of http or https, such as http://otel:4318")
+        return traces
 
     @field_validator("worker_host")
     @classmethod

@@ -187,3 +187,10 @@ def test_a_source_s_name_can_be_shown() -> None:
         plain["sources"][0]["name"] = name
         with pytest.raises(SpecError, match="must be 1 to 100 characters that can be printed"):
             read_job(yaml.safe_dump(plain, allow_unicode=True), Path("/"))
+
+
+@pytest.mark.parametrize("collector", ["otel:4318", "grpc://otel:4317", "http://"])
+def test_a_collector_to_which_no_span_could_be_sent_is_refused(collector: str) -> None:
+    with pytest.raises(SpecError, match=r"traces.*must be a URL of http or https"):
+        read_config(None, {"traces": collector})
+    assert read_config(None, {"traces": "https://otel:4318"}).traces == "https://otel:4318"
