@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import IO
 
 from soak.service import PROGRAM, ROOT, Process, start_anew
@@ -71,8 +72,11 @@ def start(
     error: IO[bytes],
     program: str = PROGRAM,
 ) -> Process:
-    """As `soak.service.start_anew`, but for other programs, by a fork."""
-    if program != PROGRAM:
+    """As `soak.service.start_anew`, but by a fork where it is the program that is loaded here, and
+    its environment names no other folders of modules."""
+    folders = {ROOT, *map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep))}
+    named = set(map(Path, environment.get("PYTHONPATH", "").split(os.pathsep)))
+    if program != PROGRAM or not named <= {Path(), *folders}:
         return start_anew(arguments, environment, output, error, program)
     return ForkedCommand(arguments, environment, output, error)
 
