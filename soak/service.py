@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
@@ -41,34 +41,28 @@ class Process(Protocol):
         """Send SIGKILL."""
 
 
-class Start(Protocol):
-    """How the command line is started."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """What a process runs: `program ARGUMENTS`, with this environment, and where it writes."""
 
-    def __call__(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        output: IO[bytes],
-        error: IO[bytes],
-        program: str = PROGRAM,
-    ) -> Process:
-        """Start `program ARGUMENTS` with this environment."""
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    output: IO[bytes]
+    error: IO[bytes]
+    program: str = PROGRAM
 
 
-def start_anew(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    output: IO[bytes],
-    error: IO[bytes],
-    program: str = PROGRAM,
-) -> Process:
+def start_anew(command: Command) -> Process:
     """By a Python of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", program, *arguments], stdout=output, stderr=error, env=environment
+        [sys.executable, "-m", command.program, *command.arguments],
+        stdout=command.output,
+        stderr=command.error,
+        env=command.environment,
     )
 
 
-start: Start = start_anew  # tests fork
+start: Callable[[Command], Process] = start_anew  # tests fork
 
 
 @dataclass
@@ -114,7 +108,15 @@ class ServiceProcess:
         self.starts += 1
         environment = {**child_environment(self.home), **self.environment}
         with self.log.open("wb") as sink:
-            self.process = start(arguments, environment, sink, sink, self.program)
+            self.process = start(
+                Command(
+                    arguments=arguments,
+                    environment=environment,
+                    output=sink,
+                    error=sink,
+                    program=self.program,
+                )
+            )
         deadline_s = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline_s and self.process.poll() is None:
             for line in self.log.read_text().splitlines():
@@ -176,7 +178,9 @@ def dataservice(*arguments: str, check: bool = True) -> subprocess.CompletedProc
     """Run the command line in a separate process."""
     environment = {**os.environ, "COLUMNS": "200"}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as error:
-        process = start(arguments, environment, output, error)
+        process = start(
+            Command(arguments=arguments, environment=environment, output=output, error=error)
+        )
         try:
             returned = process.wait(timeout=COMMAND_LIMIT_S)
         finally:

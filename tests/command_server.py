@@ -2,6 +2,9 @@
 
     python -m tests.command_server SOCKET
 
+A request names a command's arguments, environment and folder, and brings three descriptors: its
+output, its errors, and where its exit status is written. The answer is its process id.
+
 Loading the service's libraries and kernels takes five seconds of a processor on a slow machine, and
 the suite starts hundreds of services and commands: more than all else that they do. A command that
 is forked here is a process as any other: it has its own environment, output and exit status, and
@@ -63,8 +66,7 @@ class _Server:
                 request = json.loads(message)
                 if (process := os.fork()) == 0:
                     self._become(request, descriptors)
-                    arguments: list[str] = request["arguments"]
-                    return arguments
+                    return list(request["arguments"])
                 *outputs, status = descriptors
                 for output in outputs:
                     os.close(output)

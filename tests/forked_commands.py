@@ -10,33 +10,23 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-from typing import IO
 
-from soak.service import PROGRAM, ROOT, Process, start_anew
+from soak.service import PROGRAM, ROOT, Command, Process, start_anew
 
 START_LIMIT_S = 600.0  # where the kernels are still to be compiled
 
 
 class ForkedCommand:
-    """`dataservice ARGUMENTS` as a process, by the names of `subprocess.Popen`."""
+    """A command as a process, by the names of `subprocess.Popen`."""
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        output: IO[bytes],
-        error: IO[bytes],
-    ) -> None:
-        self.args = list(arguments)
+    def __init__(self, command: Command) -> None:
+        self.args = list(command.arguments)
         self.returncode: int | None = None
         self._status, status = os.pipe2(os.O_CLOEXEC)
         try:
-            self.pid = _server().fork(
-                self.args, environment, (output.fileno(), error.fileno(), status)
-            )
+            self.pid = _server().fork(command, status)
         finally:
             os.close(status)
 
@@ -65,20 +55,17 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
-def start(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    output: IO[bytes],
-    error: IO[bytes],
-    program: str = PROGRAM,
-) -> Process:
+def start(command: Command) -> Process:
     """As `soak.service.start_anew`, but by a fork where it is the program that is loaded here, and
     its environment names no other folders of modules."""
-    folders = {ROOT, *map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep))}
-    named = set(map(Path, environment.get("PYTHONPATH", "").split(os.pathsep)))
-    if program != PROGRAM or not named <= {Path(), *folders}:
-        return start_anew(arguments, environment, output, error, program)
-    return ForkedCommand(arguments, environment, output, error)
+    known = {"", str(ROOT), *_module_folders(os.environ)}
+    if command.program == PROGRAM and known.issuperset(_module_folders(command.environment)):
+        return ForkedCommand(command)
+    return start_anew(command)
+
+
+def _module_folders(environment: Mapping[str, str]) -> list[str]:
+    return environment.get("PYTHONPATH", "").split(os.pathsep)
 
 
 class _Server:
@@ -100,15 +87,14 @@ class _Server:
         self._control.close()
         self._process.wait()
 
-    def fork(
-        self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
-    ) -> int:
-        """The process id of one more command."""
+    def fork(self, command: Command, status: int) -> int:
+        """The process id of one more command, whose exit status is written to a descriptor."""
         request = {
-            "arguments": list(arguments),
-            "environment": dict(environment),
+            "arguments": list(command.arguments),
+            "environment": dict(command.environment),
             "folder": os.getcwd(),
         }
+        descriptors = [command.output.fileno(), command.error.fileno(), status]
         with self._one_at_a_time:
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
             answer = self._control.recv(64)

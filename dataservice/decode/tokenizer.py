@@ -492,7 +492,7 @@ def _templates(folder: Path, config: dict[str, object]) -> tuple[str | None, tup
     if isinstance(template, list):  # several by name; "default" is the one for chat
         entries = [entry for entry in template if isinstance(entry, dict)]
         named = {str(entry.get("name")): entry.get("template") for entry in entries}
-        if "default" not in named:
+        template = named.get("default")
+        if template is None:
             return None, tuple(named)
-        template = named["default"]
     return (template if isinstance(template, str) else None), ()
