@@ -71,7 +71,12 @@ def audio_samples(blob: MediaBlob, limits: DecodeLimits) -> int:
                 and (is_guessed or _is_whole(blob, limits, seconds))
             ):
                 seconds = spanned_s
-    seconds += missing_wav_s(blob.data)
+    promised_s = seconds + missing_wav_s(blob.data)
+    if promised_s - seconds > _tolerated_s(promised_s):
+        raise SampleError(
+            f"audio {blob.name!r} is truncated or damaged: its header promises {promised_s:.2f} s "
+            f"and {seconds:.2f} s are there. Replace the file or leave the sample out."
+        )
     limits.check("max_audio_s", seconds, f"audio {blob.name!r}: seconds")
     samples = round(seconds * SAMPLE_RATE_HZ)
     if samples < 1:
