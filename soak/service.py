@@ -18,7 +18,7 @@ from soak.processes import end_family, mark
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0  # more than worker_start_timeout_s and the coordinator's own start
 STOP_LIMIT_S = 30.0
-COMMAND_LIMIT_S = 120.0
+COMMAND_LIMIT_S = 300.0  # a job is opened at the lowest priority
 PROGRAM = "dataservice.cli.main"
 
 

@@ -22,7 +22,12 @@ from dataservice.serving.wire_jobs import ExplainedStep
 ANSWER_LIMIT_BYTES = 512 * 2**20
 
 
-# Longest time for a step that is decoded again: training goes first.
+# Longest time for an answer from what the service holds.
+ANSWERED_S = 60.0
+# For one that may open a job first: it has a limit of its own there, 10 minutes by default, and
+# waits for a place.
+OPENED_S = 1800.0
+# For a step that is decoded again: training goes first.
 REDECODED_S = 3600.0
 
 
@@ -54,12 +59,14 @@ class CoordinatorClient:
         self,
         address: str,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         access: Access | None = None,
     ) -> None:
-        """By default the connection is plaintext and carries no token."""
+        """By default the connection is plaintext and carries no token, and a call waits for its
+        answer for `ANSWERED_S`, or `OPENED_S` where the service may open a job for it."""
         self._address = address
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s or ANSWERED_S
+        self._opened_s = timeout_s or OPENED_S
         self._access = access or Access()
         self._channel = self._access.channel(address, ANSWER_LIMIT_BYTES)
         self._stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)
@@ -75,8 +82,8 @@ class CoordinatorClient:
         request = coordinator_pb2.SubmitJobRequest(
             spec_yaml=spec_yaml, base_directory=base_directory
         )
-        with self._translated():
-            answer = self._stub.SubmitJob(request, timeout=self._timeout_s)
+        with self._translated(self._opened_s):
+            answer = self._stub.SubmitJob(request, timeout=self._opened_s)
         return wire_jobs.job_status_from_proto(answer)
 
     def jobs(self, *, timeout_s: float | None = None) -> list[JobStatus]:
@@ -113,8 +120,8 @@ class CoordinatorClient:
         request = coordinator_pb2.RecostJobRequest(
             job=name, cost_json=cost_json, from_step=from_step
         )
-        with self._translated():
-            answer = self._stub.RecostJob(request, timeout=self._timeout_s)
+        with self._translated(self._opened_s):
+            answer = self._stub.RecostJob(request, timeout=self._opened_s)
         return answer.from_step, answer.cost_version
 
     def change_mixture(
@@ -125,8 +132,8 @@ class CoordinatorClient:
         request = coordinator_pb2.ChangeMixtureRequest(
             job=name, weights=weights, from_step=from_step
         )
-        with self._translated():
-            answer = self._stub.ChangeMixture(request, timeout=self._timeout_s)
+        with self._translated(self._opened_s):
+            answer = self._stub.ChangeMixture(request, timeout=self._opened_s)
         return answer.from_step
 
     def quarantine(self, name: str) -> list[QuarantineEntry]:
@@ -139,8 +146,8 @@ class CoordinatorClient:
     def explain(self, name: str, step: int, attempt: int | None = None) -> ExplainedStep:
         """Plan a step of the ledger again, by default of the newest attempt that has it."""
         request = coordinator_pb2.ExplainStepRequest(job=name, step=step, attempt=attempt or 0)
-        with self._translated():
-            answer = self._stub.ExplainStep(request, timeout=self._timeout_s)
+        with self._translated(self._opened_s):
+            answer = self._stub.ExplainStep(request, timeout=self._opened_s)
         return wire_jobs.explanation_from_proto(answer)
 
     def find_sample(self, name: str, sample_id: int, from_step: int = 0) -> FoundSample:
@@ -148,8 +155,8 @@ class CoordinatorClient:
         request = coordinator_pb2.FindSampleRequest(
             job=name, sample_id=sample_id, from_step=from_step
         )
-        with self._translated():
-            answer = self._stub.FindSample(request, timeout=self._timeout_s)
+        with self._translated(self._opened_s):
+            answer = self._stub.FindSample(request, timeout=self._opened_s)
         return wire_jobs.found_sample_from_proto(answer, sample_id)
 
     def replay(
@@ -162,8 +169,8 @@ class CoordinatorClient:
         content: bool = False,
     ) -> Iterator[ReplayedStep]:
         """Plan the steps of a range again, and with `content` decode them again too; yields each
-        step once it is done. The limit for one step is that of any other call, or `REDECODED_S`
-        with `content`."""
+        step once it is done. One step may take as long as a call for which a job is opened, or
+        `REDECODED_S` with `content`."""
         request = coordinator_pb2.ReplayStepsRequest(
             job=name,
             first_step=first_step,
@@ -171,7 +178,7 @@ class CoordinatorClient:
             attempt=attempt or 0,
             content=content,
         )
-        limit_s = REDECODED_S if content else self._timeout_s
+        limit_s = REDECODED_S if content else self._opened_s
         with self._translated(limit_s):
             for answer in _each_within(self._stub.ReplaySteps(request), limit_s):
                 yield wire_jobs.replayed_step_from_proto(answer)

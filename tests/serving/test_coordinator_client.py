@@ -10,6 +10,7 @@ import pytest
 from dataservice.core.cursor import Cursor
 from dataservice.core.errors import ConflictError, NotFoundError, SpecError, WorkerLostError
 from dataservice.core.index_orders import IndexPlaces, IndexProgress, IndexResult, IndexWaiting
+from dataservice.core.limits import OpeningLimits
 from dataservice.engine.api import NamedPack, ReplayedStep
 from dataservice.serving import coordinator_client
 from dataservice.serving.coordinator_client import CoordinatorClient
@@ -145,6 +146,34 @@ def test_a_service_that_does_not_answer_in_time_is_named_too():
             pytest.raises(ServiceUnreachableError, match=r"within 0.2 s"),
         ):
             client.jobs()
+
+
+@pytest.mark.parametrize(
+    ("asked", "of", "limit_s"),
+    [
+        ("jobs", (), 0.2),
+        ("drain", ("vlm",), 0.2),
+        ("submit", ("name: vlm", ""), 0.3),
+        ("recost", ("vlm", "{}"), 0.3),
+        ("change_mixture", ("vlm", {"web": 1.0}), 0.3),
+        ("explain", ("vlm", 0), 0.3),
+        ("find_sample", ("vlm", 0), 0.3),
+    ],
+)
+def test_what_may_open_a_job_is_waited_for_longer(monkeypatch, asked, of, limit_s):
+    monkeypatch.setattr(coordinator_client, "ANSWERED_S", 0.2)
+    monkeypatch.setattr(coordinator_client, "OPENED_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            CoordinatorClient(address) as client,
+            pytest.raises(ServiceUnreachableError, match=f"within {limit_s:g} s"),
+        ):
+            getattr(client, asked)(*of)
+
+
+def test_a_job_that_a_service_opens_by_its_limits_is_waited_for():
+    assert OpeningLimits().timeout_s < coordinator_client.OPENED_S
 
 
 @pytest.mark.parametrize(("content", "limit_s"), [(False, 1.0), (True, 3600.0)])
