@@ -173,13 +173,14 @@ class _PricedLayer:
         return (flat + kept.small_bytes * self._part, number * scores * self._part)
 
     def states(self) -> tuple[float, float, float]:
-        """Bytes of weights, of gradients, and of optimizer states before ZeRO-1 divides them."""
-        held, trained = self._held_parameters, 1.0 if self._row.trained else 0.0
+        """Bytes of weights, of gradients, and of optimizer states before ZeRO-1 divides them over
+        all data-parallel ranks: those of an expert over the few that have it, which is as much."""
+        held, trained = self._parameters(self._shares.expert_ranks), float(self._row.trained)
         precision = self._precision
         return (
             held * precision.weight_bytes,
             held * trained * precision.gradient_bytes,
-            held * trained * precision.optimizer_bytes,
+            self._parameters(1) * trained * precision.optimizer_bytes,
         )
 
     def _seconds(
@@ -194,7 +195,8 @@ class _PricedLayer:
             + self._exchange_s
         )
         worked = row.matrix_flops > 0
-        read = self._held_parameters * self._precision.weight_bytes if worked else 0.0
+        held = self._parameters(self._shares.expert_ranks)
+        read = held * self._precision.weight_bytes if worked else 0.0
         launched = passes * self._group.device.launch_s if worked else 0.0
         return (token, row.square_flops * heads, launched, matrices * read / self._memory)
 
@@ -203,12 +205,11 @@ class _PricedLayer:
         """The part of attention that the rank with most heads does."""
         return -(-self._row.heads // self._shares.tensor_ranks) / self._row.heads
 
-    @property
-    def _held_parameters(self) -> float:
-        """Weights on this GPU."""
+    def _parameters(self, expert_ranks: int) -> float:
+        """Weights on one GPU, where experts are divided over so many."""
         row = self._row
         dense = row.parameters + row.copied_parameters - row.expert_parameters
-        return (dense + row.expert_parameters / self._shares.expert_ranks) * self._part
+        return (dense + row.expert_parameters / expert_ranks) * self._part
 
     @property
     def _moved_numbers(self) -> float:

@@ -27,7 +27,7 @@ from dataservice.planning.layout.profile import RECOMPUTE, LayerProfile
 from dataservice.planning.layout.recompute import FULL
 from dataservice.planning.layout.replica import Parallel, Replica
 from dataservice.planning.layout.search_bound import least_step_s
-from dataservice.planning.layout.search_shapes import shape_words, shapes
+from dataservice.planning.layout.search_shapes import MICROBATCH_TOKENS, shape_words, shapes
 from dataservice.planning.layout.step_planner import StepPlanner
 from dataservice.planning.layout.task import LayoutTask
 
@@ -103,7 +103,9 @@ Progress = Callable[[int, int, float], None]
 def search_layout(task: LayoutTask, *, progress: Progress | None = None) -> Layout:
     """The layout whose steps take least, of all `shapes`. Raises PlanningError where none fits,
     with what the nearest one lacks."""
-    return _Search(task, progress).layout()
+    # What has room for the longest sample has it for all, so the first batch is the one with it.
+    longest_first = sorted(task.batches, key=lambda batch: -batch.lengths.llm_tokens.max())
+    return _Search(replace(task, batches=tuple(longest_first)), progress).layout()
 
 
 class _Search:
@@ -136,8 +138,8 @@ class _Search:
                 self._found.append(made)
                 self._tell()
         self._schedule(sorted(waiting, key=lambda each: each.step_s))
-        ranked = self._ranked() if self._found else []
-        if not ranked or not np.isfinite(ranked[0].step_s):
+        ranked = self._ranked()
+        if not ranked:
             raise _nothing_fits(self._task, self._profiles, self._refused)
         best = ranked[0]
         return Layout(
@@ -207,32 +209,38 @@ class _Search:
             self._tell()
 
     def _ranked(self) -> list[Candidate]:
-        """Fastest first: the finalists planned in full, behind them the others as they were."""
-        rough = sorted(self._found, key=lambda each: each.step_s)
-        finalists = set(range(min(FINALISTS, len(rough))))
-        for name in rough[0].choices:  # and the best of every other value, to be named beside it
-            values = [each.choices[name] for each in rough]
-            finalists |= {values.index(value) for value in set(values)}
-        self._total = self._done + len(finalists)
-        final = []
-        for k in sorted(finalists):
-            step_s = self._planner.full_s(rough[k].replica, rough[k].microbatch_tokens)
-            final.append(replace(rough[k], step_s=step_s))
+        """Fastest first: the finalists planned in full, which are the first, and of every value of
+        a choice the first, to be named beside it; behind them the others as they were. One without
+        room for a later batch is refused, and the next is a finalist in its place."""
+        self._total = self._done + len(self._found)
+        final: list[Candidate] = []
+        others: list[Candidate] = []
+        planned: set[tuple[str, object]] = set()
+        for each in sorted(self._found, key=lambda each: each.step_s):
+            if len(final) >= FINALISTS and planned.issuperset(each.choices.items()):
+                others.append(each)
+                self._tell()
+                continue
+            tokens = each.microbatch_tokens
+            try:
+                step_s = self._planner.full_s(each.replica, tokens)
+            except PlanningError as error:
+                self._refuse(each.replica.parallel, tokens, error)
+                continue
+            final.append(replace(each, step_s=step_s))
+            planned.update(each.choices.items())
             self._tell()
-        final.sort(key=lambda each: each.step_s)
-        return final + [each for k, each in enumerate(rough) if k not in finalists]
+        return sorted(final, key=lambda each: each.step_s) + others
 
 
 def _nothing_fits(
     task: LayoutTask, profiles: Mapping[int, LayerProfile], refused: Sequence[str]
 ) -> PlanningError:
     """By how many bytes, were the states of all layers spread evenly over all GPUs; or the last
-    refusal, where those would fit."""
+    refusal, where those would fit, and where no shape was tried, the longest sample."""
     group, memory = task.group, task.group.device.memory_bytes
     least = min(
-        float((profile.state_bytes + profile.optimizer_bytes * ranks / group.gpus).sum())
-        * ranks
-        / group.gpus
+        float((profile.state_bytes + profile.optimizer_bytes).sum()) * ranks / group.gpus
         for ranks, profile in profiles.items()
     )
     head = (
@@ -244,6 +252,12 @@ def _nothing_fits(
             f"{head}: weights, gradients and optimizer states alone, spread evenly, are "
             f"{least:,.0f} bytes a GPU, {least - memory:,.0f} too many. Give at least "
             f"{int(np.ceil(group.gpus * least / memory)):,} GPUs, or freeze modules"
+        )
+    if not refused:
+        longest = max(int(batch.lengths.llm_tokens.max()) for batch in task.batches)
+        return PlanningError(
+            f"{head}: the longest has {longest:,} tokens, and {group.gpus} replicas take "
+            f"{group.gpus * MICROBATCH_TOKENS[-1]:,} at most. Give more GPUs, or leave it out"
         )
     return PlanningError(f"{head}. The last of {len(refused)} that were tried: {refused[-1]}")
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dataservice.core.errors import PlanningError
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import PlanOptions
 from dataservice.planning.compose import StepSamples, compose_step
@@ -26,16 +25,13 @@ class StepPlanner:
         return self._one_pass(replica, tokens).predicted_s
 
     def full_s(self, replica: Replica, tokens: int) -> float:
-        """Mean seconds of all batches' steps, planned as in training; infinite where one of them
-        has a sample that does not fit."""
+        """Mean seconds of all batches' steps, planned as in training. Raises PlanningError where
+        one of them has a sample that does not fit."""
         options = PlanOptions(
             memory_tokens=replica.held_tokens(self.task.group, tokens),
             cost=replica.cost(self.task.group),
         )
-        try:
-            plans = [self._plan(batch, replica, options) for batch in self.task.batches]
-        except PlanningError:
-            return np.inf
+        plans = [self._plan(batch, replica, options) for batch in self.task.batches]
         return float(np.mean([plan.predicted_s for plan in plans]))
 
     def placed(self, replica: Replica, tokens: int) -> Replica:

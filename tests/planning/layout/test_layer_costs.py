@@ -174,6 +174,8 @@ def test_experts_hold_all_their_weights_and_work_with_a_few() -> None:
     shared = analytic_profile(model(decoder=mixture), NODES, shares=LayerShares(expert_ranks=4))
     at = whole.names.index("decoder.1")
     assert whole.state_bytes[at] - shared.state_bytes[at] == 6 * 8 * one * 3 / 4
+    # A quarter of the experts, over a quarter of the data-parallel ranks.
+    assert shared.optimizer_bytes[at] == whole.optimizer_bytes[at]
 
 
 def test_tensor_ranks_divide_the_work_and_add_what_they_exchange() -> None:

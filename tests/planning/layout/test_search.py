@@ -1,5 +1,6 @@
 """The layout as a whole: small models on few GPUs, judged by the step planner itself."""
 
+import re
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -10,15 +11,17 @@ import pytest
 from benchmarks import workloads
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan_options import PlanOptions
-from dataservice.planning.compose import compose_step
+from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.layout.bubble_replica import BubbleAsk, backbone_times, encoder_times
 from dataservice.planning.layout.microbatches import mean_work
 from dataservice.planning.layout.model import ModelDescription
 from dataservice.planning.layout.replica import PLACES, Place, states_of
 from dataservice.planning.layout.search import LayoutTask, search_layout
 from dataservice.planning.layout.search_bound import least_step_s
+from dataservice.planning.layout.step_planner import StepPlanner
 from tests.planning.layout.bubble_cases import faults_of
 from tests.planning.layout.small_models import DECODER, MODEL, VISION, nodes
+from tests.planning.step_samples import text_samples
 
 
 def task(
@@ -30,6 +33,11 @@ def task(
 ) -> LayoutTask:
     batches = tuple(workloads.step_samples(workloads.vlm_sft(96, seed)) for seed in range(2))
     return LayoutTask(model=model, group=nodes(memory_bytes, count), batches=batches, places=places)
+
+
+def longest_batch(asked: LayoutTask) -> StepSamples:
+    """The one that layouts are made for."""
+    return max(asked.batches, key=lambda batch: batch.lengths.llm_tokens.max())
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +112,55 @@ def test_a_model_that_cannot_fit_is_told_by_how_many_bytes_and_how_many_gpus_wou
         PlanningError, match=r"bytes a GPU, [\d,]+ too many. Give at least \d+ GPUs"
     ):
         search_layout(task(1e9))
+
+
+def test_as_many_gpus_as_are_named_hold_what_one_gpu_alone_cannot():
+    frozen = replace(task(1e9), places=("first",), batches=(text_samples([16] * 8),))
+    with pytest.raises(PlanningError) as told:
+        search_layout(frozen)
+    named = int(re.search(r"at least (\d+) GPUs", str(told.value))[1])
+    states = {ranks: frozen.profile(ranks) for ranks in frozen.tensor_ranks}
+    fewest_bytes = min(
+        float((each.state_bytes + each.optimizer_bytes).sum()) * ranks
+        for ranks, each in states.items()
+    )
+    assert (named - 1) * 1e9 < fewest_bytes <= named * 1e9
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_layout_has_room_for_the_longest_sample_of_any_batch(turned):
+    short, long = text_samples([1000] * 16), text_samples([60_000] + [1000] * 4)
+    asked = LayoutTask(
+        model=ModelDescription(name="text", decoder=DECODER),
+        group=replace(nodes(28e9), gpus_per_node=1),
+        batches=(long, short) if turned else (short, long),
+    )
+    best = search_layout(asked).best
+    assert best.replica.held_tokens(asked.group, best.microbatch_tokens) >= 60_000
+
+
+def test_one_without_room_for_a_later_batch_is_refused_and_others_are_planned(monkeypatch):
+    planned = StepPlanner.full_s
+
+    def no_room(self, replica, tokens):
+        if replica.parallel.tensor_ranks == 1:
+            raise PlanningError("a sample has no room")
+        return planned(self, replica, tokens)
+
+    asked = task(80e9, places=("first",))
+    usual = search_layout(asked)
+    monkeypatch.setattr(StepPlanner, "full_s", no_room)
+    others = search_layout(asked)
+    assert usual.best.choices["tensor_parallel"] == 1
+    assert others.best.choices["tensor_parallel"] > 1
+    assert np.isfinite(others.best.step_s)
+    assert any("TP 1" in refused and "no room" in refused for refused in others.refused)
+
+
+def test_a_sample_for_which_no_shape_is_long_enough_is_told_with_its_length():
+    asked = replace(task(80e9), batches=(text_samples([300_000]),))
+    with pytest.raises(PlanningError, match=r"300,000 tokens, and 4 replicas take 262,144 at most"):
+        search_layout(asked)
 
 
 def test_a_frozen_encoder_asks_for_fewer_seconds():
@@ -227,7 +284,7 @@ def test_a_schedule_of_bubbles_has_the_chunks_of_its_layout_and_replays_without_
     for each in found:
         replica, made = each.replica, each.replica.in_bubbles
         count = made.microbatches * replica.parallel.replicas
-        mean = mean_work(asked.batches[0], count, asked.model.module_names)
+        mean = mean_work(longest_batch(asked), count, asked.model.module_names)
         backbone = backbone_times(replica, ask, mean, made.microbatches)
         encoders = encoder_times(replica, ask, mean, made.recompute)
         assert faults_of(made.schedule, backbone, encoders) == []
@@ -240,7 +297,7 @@ def test_encoders_in_bubbles_cost_what_their_step_takes_longer_than_the_backbone
     asked, found = bubbles
     for each in found:
         replica, schedule = each.replica, each.replica.in_bubbles.schedule
-        mean = mean_work(asked.batches[0], replica.parallel.replicas, asked.model.module_names)
+        mean = mean_work(longest_batch(asked), replica.parallel.replicas, asked.model.module_names)
         phase = replica.cost(asked.group).vision
         shown = phase.linear_s_per_token * mean.tokens["vision"][0]
         shown += phase.quadratic_s_per_token2 * mean.squares["vision"][0]
