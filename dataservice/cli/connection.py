@@ -20,6 +20,8 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 TOKEN_VARIABLE = "DATASERVICE_TOKEN"
 PANEL = "Connection"
 COMPLETION_S = 3.0  # the user has pressed the tab key and waits
+LAST_STEP = 2**63 - 1  # the greatest number of a step or sample that a request can carry
+LAST_ATTEMPT = 2**31 - 1
 
 Command = Callable[..., None]
 
@@ -126,11 +128,33 @@ def job_names(context: typer.Context) -> list[str]:
 JobName = Annotated[str, typer.Argument(help="Name of the job.", autocompletion=job_names)]
 
 
+def step_or_sample(number: int | None) -> int | None:
+    """The callback of an option for a step or a sample. Raises BadParameter for what no request
+    can carry: as `max` of the option, it would stand in every help with its 19 digits."""
+    return _at_most(LAST_STEP, number)
+
+
+def attempt_number(number: int | None) -> int | None:
+    """The same for an attempt."""
+    return _at_most(LAST_ATTEMPT, number)
+
+
+def _at_most(greatest: int, number: int | None) -> int | None:
+    if number is not None and number > greatest:
+        raise typer.BadParameter(f"{number} is above {greatest}, the greatest there is.")
+    return number
+
+
 def token_giver(token_file: Path | None) -> GiveToken:
     """Gives the token from a file, which is read again for each call, or from the environment."""
-    if token_file is None:
-        return lambda: os.environ.get(TOKEN_VARIABLE, "").strip() or None
-    return functools.partial(_token_of, token_file)
+    return _token_of_environment if token_file is None else functools.partial(_token_of, token_file)
+
+
+def _token_of_environment() -> str | None:
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not _is_one_token(token or "none"):
+        raise SpecError(f"{TOKEN_VARIABLE} must hold one token and nothing else.")
+    return token or None
 
 
 def _token_of(path: Path) -> str:
@@ -141,9 +165,14 @@ def _token_of(path: Path) -> str:
         raise SpecError(
             f"the token file {path} cannot be read: {reason}. Check --token-file."
         ) from error
-    if not token or not token.isprintable() or " " in token:
+    if not _is_one_token(token):
         raise SpecError(f"the token file {path} must hold one token and nothing else.")
     return token
+
+
+def _is_one_token(text: str) -> bool:
+    """Whether it can be sent as a token: gRPC takes no other characters."""
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text
 
 
 def _text(path: Path | None) -> str | None:

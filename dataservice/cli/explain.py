@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataservice.cli import show, show_preview
-from dataservice.cli.connection import JobName, connected
+from dataservice.cli.connection import JobName, attempt_number, connected, step_or_sample
 from dataservice.cli.progress import asking
 from dataservice.cli.records import DIFFERS
 from dataservice.cli.terminal import Terminal
@@ -33,12 +33,22 @@ def explain(
     context: typer.Context,
     client: CoordinatorClient,
     job: JobName,
-    step: Annotated[int | None, typer.Option(help="The step to explain.", min=0)] = None,
+    step: Annotated[
+        int | None, typer.Option(help="The step to explain.", min=0, callback=step_or_sample)
+    ] = None,
     sample: Annotated[
-        int | None, typer.Option(help="Or: the id of a sample, as in mb.sample_ids.", min=0)
+        int | None,
+        typer.Option(
+            help="Or: the id of a sample, as in mb.sample_ids.", min=0, callback=step_or_sample
+        ),
     ] = None,
     attempt: Annotated[
-        int | None, typer.Option(help="The attempt; by default the newest that has the step.")
+        int | None,
+        typer.Option(
+            help="The attempt; by default the newest that has the step.",
+            min=0,
+            callback=attempt_number,
+        ),
     ] = None,
     samples: Annotated[bool, typer.Option(help="Name every sample of every pack.")] = True,
     config: Annotated[

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from dataservice.cli import show, show_records
-from dataservice.cli.connection import Connect, JobName, connected, may_connect
+from dataservice.cli.connection import Connect, JobName, connected, may_connect, step_or_sample
 from dataservice.cli.explain import explain
 from dataservice.cli.layout import lay_out
 from dataservice.cli.preview import preview
@@ -471,7 +471,11 @@ def recost(
     cost_file: Annotated[Path, typer.Argument(help="A file that `dataservice calibrate` wrote.")],
     from_step: Annotated[
         int | None,
-        typer.Option(help="First step to plan with it; by default the first never planned.", min=0),
+        typer.Option(
+            help="First step to plan with it; by default the first never planned.",
+            min=0,
+            callback=step_or_sample,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -501,7 +505,11 @@ def mixture(
     ] = None,
     from_step: Annotated[
         int | None,
-        typer.Option(help="First step drawn by them; by default the first never planned.", min=0),
+        typer.Option(
+            help="First step drawn by them; by default the first never planned.",
+            min=0,
+            callback=step_or_sample,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dataservice.cli import show_records as show
-from dataservice.cli.connection import JobName, connected
+from dataservice.cli.connection import LAST_STEP, JobName, attempt_number, connected
 from dataservice.cli.progress import steps_progress
 from dataservice.cli.terminal import Terminal
 from dataservice.core.errors import SpecError
@@ -62,7 +62,12 @@ def replay(
         str, typer.Option(help="Steps, such as 0-99; those that were planned are taken.")
     ],
     attempt: Annotated[
-        int | None, typer.Option(help="The attempt; by default the newest that has each step.")
+        int | None,
+        typer.Option(
+            help="The attempt; by default the newest that has each step.",
+            min=0,
+            callback=attempt_number,
+        ),
     ] = None,
     content: Annotated[
         bool,
@@ -128,7 +133,10 @@ def _range(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if found is None:
         raise SpecError(f"{text!r} is no range of steps; write it as 1200-1210, or 7 for one.")
-    return int(found[1]), int(found[2] or found[1])
+    first, last = int(found[1]), int(found[2] or found[1])
+    if max(first, last) > LAST_STEP:
+        raise SpecError(f"{text!r} goes beyond the greatest step, {LAST_STEP}. Give a smaller one.")
+    return first, last
 
 
 def _export(entries: Sequence[QuarantineEntry], out: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from dataservice import app
+from dataservice.cli.connection import token_giver
 from dataservice.core.errors import SpecError
 from dataservice.core.tokens import identify
 from dataservice.jobs.job_file import read_job
@@ -58,6 +59,40 @@ def test_files_of_a_connection_that_cannot_be_used_are_named(
     (tmp_path / "two").write_text("one token\nand another")
     assert "one token and nothing else" in cli.refused("status", "--token-file", tmp_path / "two")
     assert "Give both for mutual TLS" in cli.refused("status", "--key-file", tmp_path / "two")
+
+
+@pytest.mark.parametrize("token", ["two words", "tök", "two\nlines"])
+def test_a_variable_that_holds_no_token_is_named(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    give = token_giver(None)
+    monkeypatch.setenv("DATASERVICE_TOKEN", token)
+    with pytest.raises(SpecError, match="DATASERVICE_TOKEN must hold one token and nothing else"):
+        give()
+    monkeypatch.setenv("DATASERVICE_TOKEN", " dst_a\n")
+    assert give() == "dst_a"
+    monkeypatch.setenv("DATASERVICE_TOKEN", "")
+    assert give() is None
+
+
+@pytest.mark.parametrize("flag", ["--from-step", "--step", "--sample", "--attempt"])
+def test_a_number_that_no_request_can_carry_is_a_mistake_in_the_command(
+    cli: CommandLine, flag: str
+) -> None:
+    beyond = str(2**63)
+    commands = {
+        "--from-step": ("job", "mixture", "a", "--weight", "b=1"),
+        "--step": ("explain", "a"),
+        "--sample": ("explain", "a"),
+        "--attempt": ("explain", "a", "--step", "1"),
+    }
+    assert flag in cli.refused(*commands[flag], flag, beyond, code=2)
+
+
+def test_steps_that_no_request_can_carry_are_refused(cli: CommandLine) -> None:
+    beyond = str(2**63)
+    assert "beyond the greatest step" in cli.refused("job", "skip", "a", beyond)
+    assert "beyond the greatest step" in cli.refused("job", "replay", "a", "--steps", f"0-{beyond}")
 
 
 @pytest.mark.parametrize(
