@@ -12,6 +12,7 @@ import typer
 
 from dataservice.core.address import split_address
 from dataservice.core.errors import ServiceError, SpecError
+from dataservice.core.job import LAST_STEP
 from dataservice.core.tls import ClientTls
 from dataservice.serving.client_access import Access, GiveToken
 from dataservice.serving.coordinator_client import CoordinatorClient
@@ -20,8 +21,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 TOKEN_VARIABLE = "DATASERVICE_TOKEN"
 PANEL = "Connection"
 COMPLETION_S = 3.0  # the user has pressed the tab key and waits
-LAST_STEP = 2**63 - 1  # the greatest number of a step or sample that a request can carry
-LAST_ATTEMPT = 2**31 - 1
+LAST_ATTEMPT = 2**31 - 1  # that a request can carry
 
 Command = Callable[..., None]
 
@@ -129,13 +129,13 @@ JobName = Annotated[str, typer.Argument(help="Name of the job.", autocompletion=
 
 
 def step_or_sample(number: int | None) -> int | None:
-    """The callback of an option for a step or a sample. Raises BadParameter for what no request
-    can carry: as `max` of the option, it would stand in every help with its 19 digits."""
+    """The callback of an option for a step or a sample. Raises BadParameter where no job comes so
+    far: as `max` of the option, it would stand in every help with its 16 digits."""
     return _at_most(LAST_STEP, number)
 
 
 def attempt_number(number: int | None) -> int | None:
-    """The same for an attempt."""
+    """The same for an attempt, above what a request can carry."""
     return _at_most(LAST_ATTEMPT, number)
 
 

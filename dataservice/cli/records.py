@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from dataservice.cli import show_records as show
-from dataservice.cli.connection import LAST_STEP, JobName, attempt_number, connected
+from dataservice.cli.connection import JobName, attempt_number, connected
 from dataservice.cli.progress import steps_progress
 from dataservice.cli.terminal import Terminal
 from dataservice.core.errors import SpecError
-from dataservice.core.job import QuarantineEntry
+from dataservice.core.job import LAST_STEP, QuarantineEntry
 from dataservice.engine.api import ReplayedStep
 from dataservice.serving.coordinator_client import CoordinatorClient
 

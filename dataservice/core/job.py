@@ -17,9 +17,10 @@ MOST_CHANGES = 64
 WeightUnit = Literal["passes", "tokens"]
 SourceFormat = Literal["webdataset", "parquet", "arrow", "mds", "jsonl", "json", "text", "custom"]
 
-# Read by pydantic where the job file is validated: unknown keys are refused. The string below each
-# field is its description in the job file's schema.
-STRICT: dict[str, object] = {"extra": "forbid"}
+# Read by pydantic where the job file is validated: unknown keys are refused, and numbers that are
+# none or infinite, of which no timer or limit can be made. The string below each field is its
+# description in the job file's schema.
+STRICT: dict[str, object] = {"extra": "forbid", "allow_inf_nan": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

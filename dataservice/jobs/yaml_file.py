@@ -43,9 +43,9 @@ _REMEDIES = {
 
 
 class Strict(BaseModel):
-    """A mapping in such a file; unknown keys are errors."""
+    """A mapping in such a file; unknown keys are errors, and so are numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

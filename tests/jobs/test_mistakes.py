@@ -80,6 +80,8 @@ MISTAKES = {
     },
     "    weight: 0.5": {
         "    weight: high": "line 9, sources[1].weight: it is 'high'; give a number, such as 1.0",
+        "    weight: .inf": "line 9, sources[1].weight: it is inf; give a number, such as 1.0",
+        "    weight: .nan": "line 9, sources[1].weight: it is nan; give a number, such as 1.0",
         "    wieght: 0.5": "line 9, sources[1].wieght: there is no such key here; did you mean "
         "weight?",
         "    ignore: thumbnail": "line 9, sources[1].ignore: it is 'thumbnail'; give a list, such "
@@ -236,5 +238,7 @@ def test_a_config_gets_the_same_words_and_its_flags_no_line(tmp_path):
         "  line 5, teams.c.wait: there is no such key here; did you mean weight?",
     ):
         assert line in str(error.value).splitlines()
+    with pytest.raises(SpecError, match=r"stop_within_s: it is inf; give a number of at least 1,"):
+        read_config(None, {"stop_within_s": float("inf")})
     with pytest.raises(SpecError, match=r"worker_ports: it is '5'; give a range of ports, such as"):
         read_config(None, {"worker_ports": "5"})
