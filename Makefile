@@ -33,9 +33,9 @@ fuzz: warm
 	    $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 1800 -m "" tests/fuzz
 
 # Pixels of 10,200 pictures, tokens of 2,880 samples of each family and 600 conversations of each
-# template, 20,400 resizes, beside those of transformers and torch: twelve times what CI compares.
+# template, 20,400 resizes, beside those of transformers and torch: 24 times what CI compares.
 parity: warm
-	PARITY_FACTOR=12 $(BIN)/python -m pytest -m long -s \
+	PARITY_FACTOR=24 $(BIN)/python -m pytest -m long -s \
 	    tests/decode/test_pixel_parity.py tests/decode/test_parity_tokens.py \
 	    tests/decode/test_template_parity.py
 

@@ -101,4 +101,4 @@ def test_a_token_that_carries_the_space_before_an_answer_is_learnt(bench, name):
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_many_more_conversations_have_the_tokens_and_the_loss_of_transformers(bench, name, kind):
-    compare(bench(name, kind), 50 * FACTOR)
+    compare(bench(name, kind), 25 * FACTOR)
