@@ -711,7 +711,7 @@ def test_an_interrupted_run_finishes_what_is_under_way_and_begins_nothing_more(
 ) -> None:
     monkeypatch.setattr(index_files, "SMALLEST_POOLED_BYTES", 0)
     for k in range(8):
-        write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "x" * 50}] * 20_000)
+        write_jsonl(tmp_path / "data" / f"{k}.jsonl", [{"text": "x" * 50}] * 5_000)
     index, at_interrupt = tmp_path / "index" / "src", list[int]()
 
     def interrupt(rows: int, done_bytes: int, total_bytes: int) -> None:

@@ -71,11 +71,11 @@ def steps_there(rank, size, of_group, shards, choices):
 @pytest.mark.parametrize(
     ("of_group", "shards", "choices", "sums"),
     [
-        (2, False, {}, 3),
+        pytest.param(2, False, {}, 3, marks=pytest.mark.full),
         (4, False, {}, 2),
         (2, True, {}, 1),
-        (2, True, {"every_microbatch": True}, 1),
-        (4, True, {"keep_weights": True}, 1),
+        pytest.param(2, True, {"every_microbatch": True}, 1, marks=pytest.mark.full),
+        pytest.param(4, True, {"keep_weights": True}, 1, marks=pytest.mark.full),
     ],
 )
 def test_no_microbatch_with_spread_experts_makes_the_host_wait(

@@ -319,7 +319,7 @@ def test_a_head_with_a_forward_of_its_own_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own functions
-@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("weighs", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_loss_of_labels_on_the_host_is_one_graph_that_gives_the_same(weighs):
     torch.compiler.reset()
     compiled = torch.compile(

@@ -112,7 +112,9 @@ def clipped_steps(rank, size, asks):
     return waited, errors, sums, tied, timelines
 
 
-@pytest.mark.parametrize("asks", ["nobody", "the first", "all"])
+@pytest.mark.parametrize(
+    "asks", ["nobody", "the first", pytest.param("all", marks=pytest.mark.full)]
+)
 def test_no_microbatch_of_a_pipeline_makes_the_host_wait_nor_does_its_loss(world, asks):
     answers = world(clipped_steps, RANKS, asks)
     assert len(answers) == RANKS
