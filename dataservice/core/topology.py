@@ -14,7 +14,7 @@ the layout of a torch device mesh of shape (replicas, pipeline_stages, tensor_ra
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from dataservice.core.errors import WorldSizeError
 
@@ -107,6 +107,14 @@ class Topology(ReplicaLayout):
                 f"world size is {self.world_size}; it must be at least 1. Pass the number of "
                 "trainer ranks, as torchrun sets it in WORLD_SIZE."
             )
+        for name in ("ranks_per_replica", "pipeline_stages", "virtual_stages", "replicas_per_node"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise WorldSizeError(f"{name} is {count}; it must be at least 1.")
+        for name, known in (("replicas_meet", Meet), ("encoder_stage", EncoderStage)):
+            if (choice := getattr(self, name)) not in get_args(known):
+                raise WorldSizeError(
+                    f"{name} is {choice!r}; it is one of {', '.join(get_args(known))}."
+                )
         if self.world_size % self.ranks_per_replica:
             raise WorldSizeError(
                 f"world size {self.world_size} is not a multiple of {self.ranks_per_replica}, "

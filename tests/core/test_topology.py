@@ -30,8 +30,13 @@ def test_a_rank_that_does_not_exist_has_no_stage():
             {"world_size": 6, "ranks_per_replica": 3, "pipeline_stages": 2},
             "3 ranks of a replica cannot be cut into 2 pipeline stages",
         ),
+        ({"world_size": 6, "ranks_per_replica": 0}, "ranks_per_replica is 0; it must be at least"),
+        ({"world_size": 6, "virtual_stages": -1}, "virtual_stages is -1"),
+        ({"world_size": 6, "replicas_per_node": 0}, "replicas_per_node is 0"),
+        ({"world_size": 6, "encoder_stage": "last"}, "'last'; it is one of first, spread, own,"),
+        ({"world_size": 6, "replicas_meet": "never"}, "'never'; it is one of wave, step"),
     ],
 )
-def test_numbers_that_do_not_divide_are_refused(numbers, message):
+def test_what_is_no_topology_is_refused(numbers, message):
     with pytest.raises(WorldSizeError, match=message):
         Topology(**numbers)
