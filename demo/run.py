@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 JOB = "demo"
 STEPS_PER_CHECKPOINT = 4
+# What lies in the folder of a demo.
+MADE = {"corpus", "tokenizer", "job.yaml", "index", "service.log", "state", "train"}
 SERVICE_START_S = 120.0
 TRAINING_LIMIT_S = 600.0
 
@@ -70,7 +72,9 @@ def step(title: str) -> None:
 
 
 def prepare(home: Path) -> None:
-    """A fresh corpus, tokenizer and job file."""
+    """A fresh corpus, tokenizer and job file, in place of those of an earlier demo."""
+    if home.exists() and not (home.is_dir() and set(os.listdir(home)) <= MADE):
+        raise SystemExit(f"{home} holds other files than a demo's; give a folder for it alone")
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     step("make a corpus of real media")
@@ -161,14 +165,15 @@ def train_until(home: Path, address: str, steps: int) -> None:
     """Train until `steps` steps are done, then kill every rank without warning."""
     process = trainer(home, address, resume=False)
     deadline_s = time.monotonic() + TRAINING_LIMIT_S
-    while steps_done(home) < steps:
-        if process.poll() is not None:
-            raise SystemExit(f"the trainers ended early with {process.returncode}")
-        if time.monotonic() > deadline_s:
-            kill(process)
-            raise SystemExit(f"{steps} steps took more than {TRAINING_LIMIT_S:.0f} s")
-        time.sleep(0.05)
-    kill(process)
+    try:
+        while steps_done(home) < steps:
+            if process.poll() is not None:
+                raise SystemExit(f"the trainers ended early with {process.returncode}")
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"{steps} steps took more than {TRAINING_LIMIT_S:.0f} s")
+            time.sleep(0.05)
+    finally:
+        kill(process)
     console.print(f"killed all ranks by SIGKILL after step {steps_done(home) - 1}")
 
 
@@ -179,7 +184,8 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     """
     ranks = children(process.pid)
     for pid in (process.pid, *ranks):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 

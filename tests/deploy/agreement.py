@@ -44,6 +44,9 @@ def mistakes(cluster: Cluster) -> Iterator[str]:
     yield from _health(cluster)
     yield from _ray(cluster)
     yield from _sizes(cluster)
+    yield from _logs(cluster)
+    yield from _drains(cluster)
+    yield from _images(cluster)
     yield from _certificate(cluster)
 
 
@@ -233,8 +236,7 @@ def _sizes(cluster: Cluster) -> Iterator[str]:
     config, (ray,) = cluster.config, cluster.rayclusters
     (group,) = ray["spec"]["workerGroupSpecs"]
     autoscaled = ray["spec"].get("enableInTreeAutoscaling")
-    cpus = int(group["rayStartParams"]["num-cpus"])
-    per_pod = cpus // config.slots_per_worker
+    per_pod = _workers_a_pod(cluster)
     most = per_pod * (group["maxReplicas"] if autoscaled else group["replicas"])
     if config.workers > most:
         yield f"{config.workers} workers are asked for, and {most} fit"
@@ -255,6 +257,43 @@ def _sizes(cluster: Cluster) -> Iterator[str]:
     needed = config.job_opening.at_once * config.job_opening.memory_bytes
     if needed >= limit:
         yield f"processes that open jobs may take {needed} bytes, the pod's limit is {limit}"
+
+
+def _logs(cluster: Cluster) -> Iterator[str]:
+    """Ray rotates what its workers write only where it is told to."""
+    pod = cluster.pods["worker"]
+    container = pod.container("ray-worker")
+    given = {each["name"]: each.get("value") for each in container["env"]}
+    volume, _ = mounted_at(pod, "ray-worker", "/tmp/ray")
+    files = 1 + int(given.get("RAY_ROTATION_BACKUP_COUNT") or 0)
+    each = int(given.get("RAY_ROTATION_MAX_BYTES") or 0)
+    workers = 2 * _workers_a_pod(cluster)  # a renewed one beside its successor
+    room = in_bytes(volume["emptyDir"]["sizeLimit"])
+    if not each or 2 * workers * files * each > room:
+        yield f"logs of {workers} workers, {files} files of {each} bytes, have {room} bytes"
+
+
+def _drains(cluster: Cluster) -> Iterator[str]:
+    """A node can be drained: of the pods that all workers fill, one may go."""
+    filled = -(-cluster.config.workers // _workers_a_pod(cluster))
+    for budget in cluster.of("PodDisruptionBudget"):
+        least, whose = budget["spec"]["minAvailable"], budget["metadata"]["name"]
+        if whose == "dataservice-worker" and isinstance(least, int) and least >= filled:
+            yield f"a drain may take no worker pod: minAvailable is {least}, {filled} are filled"
+
+
+def _images(cluster: Cluster) -> Iterator[str]:
+    """Every container of ours runs one image, that of the overlay."""
+    images = {each["image"] for pod in cluster.pods.values() for each in pod.containers}
+    ours = {image for image in images if "dataservice" in image}
+    if len(ours) != 1 or not all(":" in image.rpartition("/")[2] for image in images):
+        yield f"containers run {sorted(images)}; give each the image of the overlay"
+
+
+def _workers_a_pod(cluster: Cluster) -> int:
+    (ray,) = cluster.rayclusters
+    (group,) = ray["spec"]["workerGroupSpecs"]
+    return int(group["rayStartParams"]["num-cpus"]) // cluster.config.slots_per_worker
 
 
 def in_bytes(quantity: str) -> int:

@@ -188,6 +188,18 @@ CASES: dict[str, tuple[Spoil, str]] = {
         ),
         "dataservice-worker needs minAvailable",
     ),
+    "a budget of all the worker pods there are": (
+        config("workers: 16", "workers: 12"),
+        "a drain may take no worker pod: minAvailable is 6, 6 are filled",
+    ),
+    "logs of workers that fill their volume": (
+        lambda c: worker(c)["template"]["spec"]["containers"][0]["env"].pop(-2),
+        "logs of 4 workers, 4 files of 0 bytes",
+    ),
+    "a container without the image of the overlay": (
+        of_coordinator(lambda spec: spec["initContainers"][0].update(image="dataservice")),
+        "give each the image of the overlay",
+    ),
     "a Service at a port that the pod does not have": (
         lambda c: c.find("Service", "dataservice")["spec"]["ports"][0].update(targetPort="http"),
         "has no port http",

@@ -63,6 +63,7 @@ class Operator:
     between: Callable[[], None] = lambda: None
     release: dict[str, str] = field(default_factory=dict)
     held: bool = False
+    applied_while_held: bool = False
     done: list[str] = field(default_factory=list)
 
     def follow(self, commands: list[list[str]], *, release: dict[str, str]) -> list[str]:
@@ -78,29 +79,32 @@ class Operator:
     def _acts(self, release: dict[str, str]) -> list[tuple[str, Callable[[list[str]], None]]]:
         def apply(_: list[str]) -> None:
             self.release = release
+            self.applied_while_held = self.held
             if not self.held:
                 self.renew_coordinator()
 
         return [
             (r"exec dataservice-coordinator-0 .* python -c ", self._in_the_pod),
-            (r"patch statefulset dataservice-coordinator .*OnDelete", self._hold(True)),
-            (r"patch statefulset dataservice-coordinator .*RollingUpdate", self._hold(False)),
+            (r"patch statefulset dataservice-coordinator .*", self._update_strategy),
             (r"apply -k deploy/overlays/production$", apply),
+            (r"delete job restore-state --ignore-not-found$", lambda _: None),
             (r"apply -k deploy/examples/restore-state$", self._restore),
             (r"get pods -l .*ray.io/group=decode", lambda _: None),
             (r"delete POD$", lambda _: self.renew_nodes()),
-            (r"delete pod dataservice-coordinator-0$", lambda _: self.renew_coordinator()),
             (r"scale statefulset dataservice-coordinator --replicas 0", lambda _: self._stop()),
             (r"rollout status statefulset/dataservice-coordinator", lambda _: self._serves()),
             (r"wait --for delete pod/dataservice-coordinator-0", lambda _: self._is_gone()),
             (r"wait --for condition=complete job/restore-state", lambda _: None),
         ]
 
-    def _hold(self, held: bool) -> Callable[[list[str]], None]:
-        def act(_: list[str]) -> None:
-            self.held = held
-
-        return act
+    def _update_strategy(self, words: list[str]) -> None:
+        strategy = json.loads(words[-1])["spec"]["updateStrategy"]
+        self.held = strategy["type"] == "OnDelete"
+        if self.held:  # what Kubernetes has filled in by itself does not go with OnDelete
+            assert strategy["rollingUpdate"] is None
+        elif self.applied_while_held:
+            self.applied_while_held = False
+            self.renew_coordinator()
 
     def _in_the_pod(self, words: list[str]) -> None:
         code = words[-1].replace(STATE_MOUNT, str(self.service.state_dir))
@@ -142,6 +146,7 @@ class Operator:
         self.service.stop()
 
     def _serves(self) -> None:
+        assert not self.held, "kubectl refuses to tell the status of updates under OnDelete"
         assert self._runs
         assert listens(self.service.address)
 
@@ -256,6 +261,7 @@ def test_the_upgrade_and_its_rollback_lose_nothing_in_the_order_that_is_written(
     ranks = Ranks(service.address, 3, job="upgraded", pace_s=1.5).start()
     trained_on(ranks)
     operator = Operator(service=service, ray=ray, between=lambda: trained_on(ranks))
+    (service.state_dir / "before-upgrade.db").write_text("of the upgrade before this one")
     done = operator.follow(commands_of("Upgrade"), release=next_release)
     assert done == ["state copied", "workers", "coordinator"]
     assert not operator.held

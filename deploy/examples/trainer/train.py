@@ -35,7 +35,7 @@ def main() -> None:
     dataset = ShardDataset(
         os.environ["DATASERVICE_ADDRESS"],
         job=os.environ["DATASERVICE_JOB"],
-        token=Path(os.environ["DATASERVICE_TOKEN_FILE"]).read_text().strip(),
+        token_file=os.environ["DATASERVICE_TOKEN_FILE"],  # read again when it is renewed
         tls=Tls(
             ca_file=os.environ["DATASERVICE_CA_FILE"],
             # Of the coordinator and of every worker, whatever the address.
