@@ -44,6 +44,11 @@ class ContextCost:
 
     def __post_init__(self) -> None:
         _require_coefficients(self)
+        if self.attention_s_per_token2 == self.linear_s_per_token == self.group_s == 0:
+            raise PlanningError(
+                "attention_s_per_token2, linear_s_per_token and group_s are all 0; plans are made "
+                "by the decoder's seconds: give one of them, however small, or calibrate"
+            )
         if self.ring_inter_s_per_token < self.ring_intra_s_per_token:
             raise PlanningError(
                 f"ring_inter_s_per_token is {self.ring_inter_s_per_token}, below "

@@ -77,8 +77,7 @@ class ReplicaLayout:
     @property
     def kept_microbatches(self) -> float:
         """Microbatches whose decoder activations the first pipeline stage keeps at once, in 1F1B:
-        as many as there are stages; interleaved, parts of microbatches, one a model chunk. A last
-        round that the stages do not divide, which Megatron refuses, keeps more."""
+        as many as there are stages; interleaved, parts of microbatches, one a model chunk."""
         p, v = self.pipeline_stages, self.virtual_stages
         return float(p) if v == 1 or p == 1 else (2 * (p - 1) + (v - 1) * p + 1) / v
 

@@ -55,6 +55,7 @@ from dataservice.planning.stages.pack import isf_packs, pack_report, pack_sample
 from dataservice.planning.stages.room import (
     beside_encoders,
     bound_in_bytes,
+    bound_in_tokens,
     least_for,
     static_degree,
     waves_in_room,
@@ -133,11 +134,14 @@ def compose_step(
     given = _Given(lengths, units, topology, limits, room, effort)
     own = _Waves(given, _Variant(options=(options,)))
     packed, found = own.packed, own.with_room
+    waves_s = found.lower_bound_s
     if held is not None and options.memory_tokens < whole.memory_tokens:
-        waves_s = bound_in_bytes(lengths, held, topology, whole, found.lower_bound_s)
+        waves_s = bound_in_bytes(lengths, held, topology, whole, waves_s)
         found = replace(found, lower_bound_s=waves_s)
+    elif packed.restricts:  # no bound of all plans is that of these packs or degrees
+        waves_s = bound_in_tokens(lengths, topology, whole)
     best = first = _composed(samples, units, step, packed, found)
-    bound_s = bound.given(found.lower_bound_s)
+    bound_s = bound.given(waves_s)
     static = StaticBounds(lengths, packed.full_attention, topology, units, room)
 
     def composing_s(waves: int) -> float:

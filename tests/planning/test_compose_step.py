@@ -12,6 +12,7 @@ from benchmarks import workloads
 from benchmarks.planning.adversarial import COSTS, text_only
 from dataservice.core.cost import ContextCost, PhaseCost
 from dataservice.core.errors import PlanningError
+from dataservice.core.memory import MemoryModel
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import STRATEGIES, CostModel, PlanOptions
 from dataservice.core.sample import Modality
@@ -23,8 +24,9 @@ from dataservice.planning.stages.dispatch import (
     encoder_items,
     encoding_bounds,
 )
+from dataservice.planning.stages.pack import step_limits
 from dataservice.planning.validate import validate_plan
-from tests.planning.step_samples import MEMORY, step_samples
+from tests.planning.step_samples import MEMORY, step_samples, text_samples
 
 
 def plan(samples: StepSamples, replicas: int, node: int | None, **options: object) -> StepPlan:
@@ -64,6 +66,36 @@ def test_every_plan_keeps_every_invariant(n, replicas, node, seed, options):
         assert report.after >= report.lower_bound * (1 - 1e-9) or report.stage == "group"
 
 
+@pytest.mark.parametrize("longest", [300, 700])
+def test_the_bound_of_a_step_is_one_of_all_plans_however_this_one_was_restricted(longest):
+    llm = ContextCost(attention_s_per_token2=0.0, linear_s_per_token=1e-3, group_s=0.01)
+    cost = CostModel(llm=llm)
+    restricted: list[dict[str, object]] = [{"context": "power_of_two"}]
+    restricted += [{"pack": pack} for pack in ("isf", "bfd", "padded")]
+    restricted += [{"strategy": name} for name in STRATEGIES]
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        tokens = [longest, *rng.integers(20, 200, int(rng.integers(1, 12))).tolist()]
+        plans = [
+            plan(text_samples(tokens), 5, None, memory_tokens=200, cost=cost, **options)
+            for options in ({}, *restricted)
+        ]
+        fastest_s = min(made.predicted_s for made in plans)
+        for made in plans:
+            assert made.stages[-1].stage == "step"
+            assert made.stages[-1].lower_bound <= fastest_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_packs_by_isf_leave_room_for_what_encoders_keep(replicas):
+    samples, topology = step_samples(60, 0, longest=400), Topology(world_size=replicas)
+    memory = MemoryModel(budget_bytes=2.0e6, llm_token_bytes=1000.0, vision_token_bytes=300.0)
+    options = PlanOptions(memory=memory, pack="isf").over(topology)
+    of_job = step_limits(samples.lengths, options, method="search")
+    made = compose_step(samples, step=0, topology=topology, options=options, limits=of_job)
+    validate_plan(made, memory_tokens=options.memory_tokens, sample_count=60)
+
+
 def test_a_static_ring_that_crosses_nodes_is_timed_as_one():
     samples = step_samples(60, 5, longest=5000)
     samples.lengths.llm_tokens[0] = 3 * MEMORY - 100
@@ -87,7 +119,7 @@ def test_a_static_ring_that_crosses_nodes_is_timed_as_one():
     [
         (2200, 4, {"strategy": "packing", "static_degree": 1}, "degree 1 holds at most 2048"),
         (900, 4, {"strategy": "packing", "static_degree": 8}, "is 8, and there are 4 replicas"),
-        (9000, 6, {"context": "power_of_two"}, "9000 tokens"),
+        (9000, 6, {"context": "power_of_two"}, "9000 tokens; 4 replicas .* to about 2252,"),
     ],
 )
 def test_a_sample_that_no_allowed_degree_holds_is_refused_in_words(

@@ -203,6 +203,13 @@ def test_more_ranks_are_asked_for_when_the_capacity_is_too_small():
     assert plan.max_load == 6
 
 
+def test_whole_sizes_fill_a_capacity_exactly_and_not_by_one_more():
+    sizes = [2_000_000_000, 2_000_000_000]
+    assert partition(sizes, 1, capacity=4_000_000_000).rank_of.tolist() == [0, 0]
+    with pytest.raises(PlanningError):
+        partition([2_000_000_001, 2_000_000_000], 1, capacity=4_000_000_000)
+
+
 def test_an_item_beyond_the_capacity_is_named():
     with pytest.raises(PlanningError, match=r"item 1 has size 11 .* 10"):
         partition([1, 11], 2, capacity=10)

@@ -4,21 +4,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataservice.core.errors import PlanningError
+from dataservice.core.topology import Topology
 from dataservice.planning.pipeline_parallel.simulator import simulate_1f1b
 
 
 def lists_of_a_device(device, microbatches, stages, chunks, warm_up):
-    """Forward and backward lists of Megatron's schedules, written out."""
+    """Forward and backward lists of Megatron's schedules, written out: those of whole rounds, less
+    what is not there."""
     forwards, backwards = [], []
     for first in range(0, microbatches, stages):
-        batch = range(first, min(first + stages, microbatches))
+        batch = range(first, first + stages)
         forwards += [("F", m, c * stages + device) for c in range(chunks) for m in batch]
         backwards += [("B", m, c * stages + device) for c in reversed(range(chunks)) for m in batch]
     row = forwards[:warm_up]
     rest = forwards[warm_up:]
     for forward in rest:
         row += [forward, backwards.pop(0)]
-    return row + backwards
+    return [each for each in row + backwards if each[1] < microbatches]
 
 
 def by_waiting(forward, backward, stages, chunks):
@@ -29,7 +31,6 @@ def by_waiting(forward, backward, stages, chunks):
     for device in range(stages):
         ahead = stages - 1 - device
         warm_up = ahead if chunks == 1 else 2 * ahead + (chunks - 1) * stages
-        warm_up = min(warm_up, count * chunks)
         rows.append(lists_of_a_device(device, count, stages, chunks, warm_up))
     ends, clock = {}, [0.0] * stages
     while any(rows):
@@ -61,7 +62,7 @@ def by_waiting(forward, backward, stages, chunks):
 def test_every_operation_ends_when_its_device_and_its_input_allow(
     stages, chunks, rounds, odd, seed
 ):
-    count = rounds * stages + (odd if chunks == 1 else 0)
+    count = rounds * stages + odd
     rng = np.random.default_rng(seed)
     forward, backward = rng.lognormal(0, 1, (2, count, stages * chunks))
     times = simulate_1f1b(forward, backward, virtual_stages=chunks)
@@ -104,12 +105,35 @@ def test_a_limit_that_would_stop_an_interleaved_pipeline_is_refused():
         simulate_1f1b(forward, forward, virtual_stages=2, activation_limit=2)
 
 
-def test_microbatches_that_do_not_fill_their_last_round_still_run():
-    for count in range(1, 14):
-        forward = np.ones((count, 8))
-        times = simulate_1f1b(forward, forward, virtual_stages=2)
-        assert times.makespan_s >= 4 * count
+@pytest.mark.parametrize(("stages", "virtual_stages"), [(4, 2), (8, 4), (3, 5), (16, 4)])
+def test_microbatches_that_do_not_fill_their_last_round_keep_and_take_no_more_than_whole_ones(
+    stages, virtual_stages
+):
+    topology = Topology(
+        world_size=stages,
+        ranks_per_replica=stages,
+        pipeline_stages=stages,
+        virtual_stages=virtual_stages,
+    )
+    chunks = stages * virtual_stages
+    for count in range(1, 3 * stages + 1):
+        forward = np.ones((count, chunks))
+        times = simulate_1f1b(forward, 2 * forward, virtual_stages=virtual_stages)
         assert np.isfinite(times.end_s).all()
+        whole = np.zeros((-(-count // stages) * stages, chunks))
+        whole[:count] = 1.0
+        padded = simulate_1f1b(whole, 2 * whole, virtual_stages=virtual_stages)
+        assert times.makespan_s <= padded.makespan_s
+        assert times.peak_in_flight[0] / virtual_stages <= topology.kept_microbatches
+
+
+def test_a_round_that_is_not_whole_has_as_much_room_as_is_asked_for():
+    for count in range(1, 9):
+        forward = np.ones((count, 8))
+        with pytest.raises(PlanningError, match="raise it, 11 always works"):
+            simulate_1f1b(forward, forward, virtual_stages=2, activation_limit=1)
+        times = simulate_1f1b(forward, forward, virtual_stages=2, activation_limit=11)
+        assert times.peak_in_flight.max() <= 11
 
 
 def test_an_order_is_the_same_as_reordered_input():

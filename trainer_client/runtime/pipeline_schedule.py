@@ -182,36 +182,22 @@ def one_forward_one_backward(
 
     Each stage runs warm-up forwards, then one forward and one backward in turn, then the
     backwards left; microbatches go in rounds of ``stages`` through a stage's first chunk, then
-    through its second. A last round that is not whole can leave stages waiting for one
-    another; a longer warm-up resolves that. (Narayanan et al., 2021, section 2.2.)
+    through its second (Narayanan et al., 2021, section 2.2). A last round that they do not fill is
+    that of a whole one, without the actions of those that are not there.
 
-    Raises LayoutError where there is less than one stage or virtual stage. O(actions) per try.
+    Raises LayoutError where there is less than one stage or virtual stage. O(actions).
     """
     if stages < 1 or virtual_stages < 1 or microbatches < 0:
         raise LayoutError(
             f"{stages} stages, {virtual_stages} virtual stages, {microbatches} microbatches: "
             "there must be at least one of each (microbatches may be 0)"
         )
-    total = microbatches * virtual_stages
-    longer = 0
-    while True:
-        actions = tuple(
-            _stage_actions(
-                stages,
-                virtual_stages,
-                microbatches,
-                min(total, _warm_up(stage, stages, virtual_stages) + longer),
-            )
-            for stage in range(stages)
-        )
-        try:
-            return PipelineSchedule(
-                virtual_stages=virtual_stages, microbatches=microbatches, actions=actions
-            )
-        except LayoutError:
-            if longer >= total:
-                raise
-            longer += 1
+    actions = tuple(
+        _stage_actions(stage, stages, virtual_stages, microbatches) for stage in range(stages)
+    )
+    return PipelineSchedule(
+        virtual_stages=virtual_stages, microbatches=microbatches, actions=actions
+    )
 
 
 def _warm_up(stage: int, stages: int, virtual_stages: int) -> int:
@@ -221,28 +207,28 @@ def _warm_up(stage: int, stages: int, virtual_stages: int) -> int:
 
 
 def _stage_actions(
-    stages: int, virtual_stages: int, microbatches: int, warm_up: int
+    stage: int, stages: int, virtual_stages: int, microbatches: int
 ) -> tuple[Action, ...]:
-    total = microbatches * virtual_stages
+    total = -(-microbatches // stages) * stages * virtual_stages  # of whole rounds
+    warm_up = _warm_up(stage, stages, virtual_stages)
     actions: list[Action] = []
     forwards = backwards = 0
     while backwards < total:
         if forwards < total and forwards - backwards <= warm_up:
-            microbatch, chunk = _place(forwards, stages, virtual_stages, microbatches)
+            microbatch, chunk = _place(forwards, stages, virtual_stages)
             actions.append(Action(FORWARD, microbatch, chunk))
             forwards += 1
         else:
-            microbatch, chunk = _place(backwards, stages, virtual_stages, microbatches)
+            microbatch, chunk = _place(backwards, stages, virtual_stages)
             actions.append(Action(BACKWARD, microbatch, virtual_stages - 1 - chunk))
             backwards += 1
-    return tuple(actions)
+    return tuple(action for action in actions if action.microbatch < microbatches)
 
 
-def _place(index: int, stages: int, virtual_stages: int, microbatches: int) -> tuple[int, int]:
-    """Microbatch and local chunk of a stage's index-th forward."""
+def _place(index: int, stages: int, virtual_stages: int) -> tuple[int, int]:
+    """Microbatch and local chunk of a stage's index-th forward, in whole rounds."""
     rounds, inside = divmod(index, stages * virtual_stages)
-    size = min(stages, microbatches - rounds * stages)
-    return rounds * stages + inside % size, inside // size
+    return rounds * stages + inside % stages, inside // stages
 
 
 def walk(

@@ -400,7 +400,9 @@ def fitting_degrees(units: Units, setting: Setting) -> NDArray[np.int64]:
 
 
 def _too_long(units: Units, unit: int, setting: Setting) -> str:
-    ranks, memory = setting.ranks, setting.memory_tokens
+    memory = setting.memory_tokens
+    # The widest group that there may be.
+    ranks = 1 << (setting.ranks.bit_length() - 1) if setting.power_of_two else setting.ranks
     first, last = units.offsets[unit], units.offsets[unit + 1]
     total = int(units.total[unit])
     what = (

@@ -113,7 +113,7 @@ def _filled(
     """
     work = (times.forward + times.backward).sum(axis=0)
     count, total = len(times.forward), float(work[-1])
-    if count % stages:  # a last round that is not whole warms up longer
+    if count % stages:  # the ends of a round that is not whole are others
         return total / stages
     first = stages * times.forward[0] - times.forward[:stages].sum(axis=0)
     last = stages * times.backward[-1] - times.backward[-stages:].sum(axis=0)

@@ -106,6 +106,10 @@ def build_problem(
             f"item {largest} has size {weights[largest]:g} but the capacity of a rank is "
             f"{capacity:g}: raise the capacity or split the item over several ranks"
         )
+    # Sums of fractions are rounded; those of whole numbers are exact.
+    room = np.inf if capacity is None else float(capacity)
+    if not (weights == np.rint(weights)).all():
+        room *= 1.0 + ROUNDING
     n = amounts.size
     order = argsort_descending(amounts)
     fell = amounts[order]
@@ -115,7 +119,7 @@ def build_problem(
         costs=fell,
         sizes=fell if sizes is None else weights[order],
         ranks=ranks,
-        capacity=np.inf if capacity is None else float(capacity) * (1.0 + ROUNDING),
+        capacity=room,
         max_count=most if equal_count else n + 1,
         full_ranks=n - (most - 1) * ranks if equal_count and n else ranks,
         equal_count=equal_count,

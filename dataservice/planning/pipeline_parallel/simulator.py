@@ -2,7 +2,9 @@
 
 Each pipeline stage (device) runs a fixed list: warm-up forwards, then one forward and one backward
 in turn, then the backwards left. With v virtual stages, device s holds model chunks s, s+p, … and
-takes microbatches in rounds of p through its first chunk, then through its second, and so on.
+takes microbatches in rounds of p through its first chunk, then through its second, and so on. A
+last round that they do not fill is that of a whole one, without the operations of those that are
+not there: devices wait for each other no more than in whole rounds, and hold no more.
 
     p = 3, v = 1      s=0  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
                       s=1  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
@@ -49,8 +51,7 @@ def make_program(
     microbatches of one chunk, by a shorter warm-up. Raises PlanningError if it is below 1, or so
     low that devices with virtual stages would wait for each other.
     """
-    warm_up = _warm_up(microbatches, stages, virtual_stages)
-    total = microbatches * virtual_stages
+    warm_up = most = _warm_up(stages, virtual_stages)
     if activation_limit is not None:
         limit = np.broadcast_to(np.asarray(activation_limit), (stages,))
         if limit.min() < 1:
@@ -58,50 +59,47 @@ def make_program(
                 f"activation_limit is {limit.min()}; a stage holds at least 1 microbatch: raise it"
             )
         # A stage cannot run ahead of the one that feeds it.
-        warm_up = np.minimum.accumulate(np.minimum(warm_up, limit - 1))
-    program = Program(*_compile(microbatches, stages, virtual_stages, warm_up))
-    # Interleaving wants whole rounds of p microbatches. A last round that is not whole can leave
-    # devices waiting for each other; a longer warm-up always resolves that.
-    while program.kind.size < 2 * total * stages:
-        if activation_limit is not None:
-            raise PlanningError(
-                f"activation_limit is {activation_limit}; {stages} stages of {virtual_stages} "
-                f"chunks then wait for each other for ever: raise it, {total} always works"
-            )
-        warm_up = np.minimum(warm_up + 1, total)
-        program = Program(*_compile(microbatches, stages, virtual_stages, warm_up))
+        most = np.minimum.accumulate(np.minimum(warm_up, limit - 1))
+    program = Program(*_compile(microbatches, stages, virtual_stages, warm_up, most))
+    if program.kind.size < 2 * microbatches * virtual_stages * stages:
+        raise PlanningError(
+            f"activation_limit is {activation_limit}; {stages} stages of {virtual_stages} chunks "
+            f"then wait for each other for ever: raise it, {warm_up.max() + 1} always works"
+        )
     return program
 
 
-def _warm_up(microbatches: int, stages: int, virtual_stages: int) -> NDArray[np.int64]:
+def _warm_up(stages: int, virtual_stages: int) -> NDArray[np.int64]:
     """Forwards each device runs before its first backward: int64[p]."""
-    ahead = stages - 1 - np.arange(stages)
-    warm_up = ahead if virtual_stages == 1 else 2 * ahead + (virtual_stages - 1) * stages
-    return np.minimum(warm_up, microbatches * virtual_stages).astype(np.int64)
+    ahead: NDArray[np.int64] = stages - 1 - np.arange(stages, dtype=np.int64)
+    return ahead if virtual_stages == 1 else 2 * ahead + (virtual_stages - 1) * stages
 
 
 @leaf
-def _place(index: int, microbatches: int, stages: int, chunks: int) -> tuple[int, int]:
-    """Microbatch position and local chunk of a device's index-th forward."""
+def _place(index: int, stages: int, chunks: int) -> tuple[int, int]:
+    """Microbatch position and local chunk of a device's index-th forward, in whole rounds."""
     whole = index // (stages * chunks)
-    size = min(stages, microbatches - whole * stages)
     inside = index - whole * stages * chunks
-    return whole * stages + inside % size, inside // size
+    return whole * stages + inside % stages, inside // stages
 
 
 @kernel
 def _compile(
-    microbatches: int, stages: int, chunks: int, warm_up: NDArray[np.int64]
+    microbatches: int,
+    stages: int,
+    chunks: int,
+    warm_up: NDArray[np.int64],
+    most: NDArray[np.int64],
 ) -> tuple[
     NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]
 ]:
-    total = microbatches * chunks
-    wanted = 2 * total * stages
-    columns = np.empty((5, wanted), np.int64)  # int64[5, operations]
+    total = -(-microbatches // stages) * stages * chunks  # of whole rounds
+    columns = np.empty((5, 2 * microbatches * chunks * stages), np.int64)  # int64[5, operations]
     # int64[kind, microbatch, chunk]: the operation that ran it, or −1
     run_as = np.full((2, microbatches, stages * chunks), -1, np.int64)
     forwards = np.zeros(stages, np.int64)  # int64[stages]: how many ran
     backwards = np.zeros(stages, np.int64)
+    held = np.zeros(stages, np.int64)  # int64[stages]: forwards whose backward is due
     last = np.full(stages, -1, np.int64)  # int64[stages]: operation that ran last
     done = 0
     moved = True
@@ -111,21 +109,22 @@ def _compile(
             while forwards[device] + backwards[device] < 2 * total:
                 step_f = forwards[device]
                 step_b = backwards[device]
-                forward = step_f < total and step_f - step_b <= warm_up[device]
+                ahead = step_f - step_b <= warm_up[device] and held[device] <= most[device]
+                forward = step_f < total and ahead
                 kind = FORWARD if forward else BACKWARD
-                position, local = _place(
-                    step_f if forward else step_b, microbatches, stages, chunks
-                )
-                if not forward:
-                    local = chunks - 1 - local
-                chunk = local * stages + device
-                needs = _needs(run_as, kind, position, chunk)
-                if needs == -2:
-                    break
-                columns[:, done] = (position, chunk, kind, last[device], needs)
-                run_as[kind, position, chunk] = done
-                last[device] = done
-                done += 1
+                position, local = _place(step_f if forward else step_b, stages, chunks)
+                if position < microbatches:  # else it is not there, and takes no time
+                    if not forward:
+                        local = chunks - 1 - local
+                    chunk = local * stages + device
+                    needs = _needs(run_as, kind, position, chunk)
+                    if needs == -2:
+                        break
+                    columns[:, done] = (position, chunk, kind, last[device], needs)
+                    run_as[kind, position, chunk] = done
+                    last[device] = done
+                    held[device] += 1 if forward else -1
+                    done += 1
                 moved = True
                 if forward:
                     forwards[device] += 1

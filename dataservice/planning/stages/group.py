@@ -44,6 +44,11 @@ class PackedStep:
     full_attention: NDArray[np.float64] | None = None
     """η float64[n], None where all attention is causal."""
 
+    @property
+    def restricts(self) -> bool:
+        """Whether waves are made of packs as they were given, or of some degrees alone."""
+        return self.packed[0] is not None or self.options.stages.context != "dynamic"
+
 
 def full_attention(lengths: LengthTable, which: FullAttention) -> NDArray[np.float64] | None:
     """The share η of each sample's attention beyond the causal, float64[n] (DHP eq. 8); None where

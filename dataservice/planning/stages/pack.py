@@ -1,7 +1,7 @@
 """Stage 1, pack: which samples go together, or that the group stage decides it."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -50,8 +50,16 @@ def step_limits(
 def isf_packs(
     lengths: LengthTable, options: PlanOptions, limits: IsfLimits | None
 ) -> NDArray[np.int32]:
-    """The ISF pack of each sample, int32[n]."""
+    """The ISF pack of each sample, int32[n]. Limits that were found for more memory than there is
+    beside what encoders keep are lowered to it."""
     limits = limits or step_limits(lengths, options)
+    lower = max(0, limits.max_text - options.memory_tokens)
+    if lower:
+        limits = replace(
+            limits,
+            max_text=limits.max_text - lower,
+            min_text=max(0, limits.min_text - lower),
+        )
     vision_tokens = lengths.encoder_tokens(Modality.VISION)
     return pack_isf(lengths.llm_tokens, vision_tokens, **asdict(limits)).pack_of
 

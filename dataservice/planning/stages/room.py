@@ -54,15 +54,19 @@ def bound_in_bytes(
     bytes_s = work_s + held.least_waves(topology.replicas) * llm.group_s
     if bytes_s >= fewer_s * _NEAR:
         return bytes_s
-    waves_s = context_bound(
+    return max(bound_in_tokens(lengths, topology, options), bytes_s)
+
+
+def bound_in_tokens(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
+    """What no waves take less than in sum, whatever their packs and degrees."""
+    return context_bound(
         lengths.llm_tokens,
         ranks=topology.replicas,
         memory_tokens=options.memory_tokens,
-        cost=llm,
-        full_attention=eta,
+        cost=options.cost.llm,
+        full_attention=full_attention(lengths, options.full_attention),
         ranks_per_node=topology.replicas_per_node,
     )
-    return max(waves_s, bytes_s)
 
 
 def step_room(

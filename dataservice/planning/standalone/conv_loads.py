@@ -132,6 +132,8 @@ def _improve(
             rest = second[a] if first[a] == x else first[a]
             if x > 0 and rank_at[x - 1] == a and linear[x] == linear[x - 1] and rest == first[a]:
                 continue  # the same length was just tried
+            if work >= work_limit:
+                break
             for b in rising[: min(_PARTNERS, ranks - 1)]:
                 longest_b = min(first[b], x)
                 cost_b = total[b] + linear[x] + (count[b] + 1) * squares[longest_b]
