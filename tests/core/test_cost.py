@@ -56,14 +56,18 @@ def costs():
     terms += [st.sampled_from([0.0, 1.84e-4, 3e-3]), st.sampled_from([0.0, 0.02, 0.629])]
     terms += [st.sampled_from([0.0, 5e-6, 2e-4]), st.sampled_from([1.0, 1.7, 400.0])]
     terms += [st.sampled_from([0.0, 2e-5, 0.01])]
-    return st.tuples(*terms).filter(lambda term: any(term[:3])).map(
-        lambda term: ContextCost(
-            attention_s_per_token2=term[0],
-            linear_s_per_token=term[1],
-            group_s=term[2],
-            ring_intra_s_per_token=term[3],
-            ring_inter_s_per_token=term[3] * term[4],
-            ring_hop_s=term[5],
+    return (
+        st.tuples(*terms)
+        .filter(lambda term: any(term[:3]))
+        .map(
+            lambda term: ContextCost(
+                attention_s_per_token2=term[0],
+                linear_s_per_token=term[1],
+                group_s=term[2],
+                ring_intra_s_per_token=term[3],
+                ring_inter_s_per_token=term[3] * term[4],
+                ring_hop_s=term[5],
+            )
         )
     )
 

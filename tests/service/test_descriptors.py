@@ -55,7 +55,7 @@ def least_open(pids: list[int]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("pool", ["local", "ray"])
+@pytest.mark.parametrize("pool", ["local", pytest.param("ray", marks=pytest.mark.full)])
 def test_limits_are_raised_and_a_rank_takes_what_it_is_counted_as(corpus, tmp_path, pool):
     flags = ("--workers", "2")
     service = ServiceProcess(home=tmp_path, pool=pool, flags=flags, program=PROGRAM)

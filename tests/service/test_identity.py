@@ -58,7 +58,7 @@ def replaced_by_a_copy(home: Path, cli: CommandLine, job: Path) -> None:
     [
         pytest.param(touched, marks=pytest.mark.full),
         touched_and_indexed_again,
-        replaced_by_a_copy,
+        pytest.param(replaced_by_a_copy, marks=pytest.mark.full),
     ],
 )
 def test_the_same_bytes_resume_from_their_checkpoint_bit_for_bit(
