@@ -224,7 +224,11 @@ def calibrate(measured: MeasurementFile) -> Calibration:
             if error.count
         }
         | {f"{phase}, bytes": _held_out(fit.held_out) for phase, fit in bytes_fits.items()},
-        unmeasured=[*llm.unmeasured, *(step.unmeasured if step else ())],
+        unmeasured=[
+            *llm.unmeasured,
+            *(f"{phase}.{name}" for phase, fit in encoders.items() for name in fit.unmeasured),
+            *(step.unmeasured if step else ()),
+        ],
         cost=Coefficients(
             llm=llm.cost,
             vision=encoders["vision"].cost if "vision" in encoders else None,

@@ -105,8 +105,8 @@ class Fit(Generic[Cost]):
 def fit_context(measurements: Sequence[Measurement]) -> Fit[ContextCost]:
     """The decoder's cost from groups of several lengths and degrees.
 
-    Where no degree above 1 was measured the ring is taken to be free, and where no group
-    crossed nodes a ring that does is taken to be as fast as one inside a node; `unmeasured` names
+    Where no degree above 1 was measured the ring is taken to be free, and where none or all of
+    the groups crossed nodes, rings to be as fast inside a node as between nodes; `unmeasured` names
     the coefficients concerned. A ring that is always hidden behind attention is known only to be
     no slower than that.
 
@@ -116,9 +116,11 @@ def fit_context(measurements: Sequence[Measurement]) -> Fit[ContextCost]:
     _require_loads([m for m in measurements if m.degree == 1], "the decoder at degree 1")
     terms = _Terms.of(fitted)
     cost = terms.cost(_fit_terms(terms))
-    crossing = any(m.crosses_node for m in fitted)
-    unmeasured: tuple[str, ...] = () if crossing else ("ring_inter_s_per_token",)
-    if all(m.degree == 1 for m in fitted):
+    rings = [m.crosses_node for m in fitted if m.degree > 1]
+    unmeasured: tuple[str, ...] = () if any(rings) else ("ring_inter_s_per_token",)
+    if rings and all(rings):
+        unmeasured = ("ring_intra_s_per_token",)
+    if not rings:
         unmeasured = ("ring_intra_s_per_token", "ring_inter_s_per_token", "ring_hop_s")
     return Fit(
         cost=cost,
@@ -135,6 +137,9 @@ def fit_context(measurements: Sequence[Measurement]) -> Fit[ContextCost]:
 def fit_phase(measurements: Sequence[Measurement]) -> Fit[PhaseCost]:
     """An encoder's cost from batches of items of several lengths.
 
+    Where all batches have equally many items, what an item takes by itself is not told from what a
+    batch does: it is taken to be 0, and `unmeasured`.
+
     Raises PlanningError on fewer than 6 different loads, or loads too close together.
     """
     clips = [m for m in measurements if m.clip]
@@ -145,6 +150,9 @@ def fit_phase(measurements: Sequence[Measurement]) -> Fit[PhaseCost]:
         [[sum(m.tokens), sum(t * t for t in m.tokens), len(m.tokens), 1.0] for m in fitted],
         dtype=np.float64,
     )
+    alike = len({len(m.tokens) for m in fitted}) == 1
+    if alike:
+        columns[:, 2] = 0.0
     linear, quadratic, item, batch = _fit_columns(columns, _seconds(fitted)).tolist()
     cost = PhaseCost(
         linear_s_per_token=linear, quadratic_s_per_token2=quadratic, item_s=item, batch_s=batch
@@ -153,6 +161,7 @@ def fit_phase(measurements: Sequence[Measurement]) -> Fit[PhaseCost]:
         cost=cost,
         held_out=phase_error(cost, held_out),
         fitted=phase_error(cost, fitted),
+        unmeasured=("item_s",) if alike else (),
         apart=(("clips", phase_error(cost, clips)),) if clips else (),
     )
 
@@ -162,8 +171,9 @@ def fit_step(exchanges: Sequence[Measurement], gradients: Sequence[Measurement])
     seconds of `gradients`, the median of which is taken. Either may be empty, and costs nothing
     then.
 
-    Rows that nobody sent to another node are taken to be as fast there. Raises PlanningError on
-    exchanges of fewer than 6 different numbers of rows, or numbers too close together.
+    Rows that nobody sent to another node, or inside one, are taken to be as fast there. Raises
+    PlanningError on exchanges of fewer than 6 different numbers of rows, or numbers too close
+    together.
     """
     gradient_s = float(np.median(_seconds(gradients))) if gradients else 0.0
     unmeasured = () if gradients else ("gradient_s",)
@@ -176,7 +186,8 @@ def fit_step(exchanges: Sequence[Measurement], gradients: Sequence[Measurement])
     fitted, held_out = split_held_out(exchanges)
     rows = np.array([sum(m.tokens) for m in fitted], dtype=np.float64)
     crossing = np.array([m.crosses_node for m in fitted])
-    columns = np.column_stack([np.ones_like(rows), rows, rows * crossing])
+    slower = crossing & ~crossing.all()  # than inside a node, where both were measured
+    columns = np.column_stack([np.ones_like(rows), rows, rows * slower])
     fixed, intra, extra = _fit_columns(columns, _seconds(fitted)).tolist()
     cost = StepCost(
         feature_intra_s_per_token=intra,
@@ -188,7 +199,11 @@ def fit_step(exchanges: Sequence[Measurement], gradients: Sequence[Measurement])
         cost=cost,
         held_out=exchange_error(cost, held_out),
         fitted=exchange_error(cost, fitted),
-        unmeasured=(*unmeasured, *(() if crossing.any() else ("feature_inter_s_per_token",))),
+        unmeasured=(
+            *unmeasured,
+            *(() if crossing.any() else ("feature_inter_s_per_token",)),
+            *(("feature_intra_s_per_token",) if crossing.all() else ()),
+        ),
     )
 
 
@@ -230,9 +245,13 @@ def split_held_out(
     measurements: Sequence[Measurement],
 ) -> tuple[list[Measurement], list[Measurement]]:
     """Those to fit and those to judge by: every fourth load, at all its degrees, never the
-    smallest or the largest, so that the model is asked between lengths it knows."""
-    loads = sorted({m.tokens for m in measurements}, key=lambda t: (sum(t), t))
-    held = set(loads[HELD_OUT_EVERY // 2 : -1 : HELD_OUT_EVERY])
+    smallest or the largest, so that the model is asked between lengths it knows. Loads that were
+    not measured at degree 1 are counted apart, so that enough of those are left that were."""
+    alone = {m.tokens for m in measurements if m.degree == 1}
+    held = set()
+    for loads in (alone, {m.tokens for m in measurements} - alone):
+        rising = sorted(loads, key=lambda t: (sum(t), t))
+        held.update(rising[HELD_OUT_EVERY // 2 : -1 : HELD_OUT_EVERY])
     fitted = [m for m in measurements if m.tokens not in held]
     return fitted, [m for m in measurements if m.tokens in held]
 
@@ -309,12 +328,21 @@ class _Terms:
     @classmethod
     def of(cls, measurements: Sequence[Measurement]) -> "_Terms":
         rows = []
+        # Than inside a node, where both were measured.
+        slower = not all(m.crosses_node for m in measurements if m.degree > 1)
         for m in measurements:
             padded = padded_tokens(np.array(m.tokens), m.degree).astype(np.float64)
             total, squares, d = float(padded.sum()), float((padded * padded).sum()), m.degree
             passed = total * (d - 1) / d
             rows.append(
-                (squares / d, total / d, 1.0, passed, passed * m.crosses_node, float(d - 1))
+                (
+                    squares / d,
+                    total / d,
+                    1.0,
+                    passed,
+                    passed * (slower and m.crosses_node),
+                    float(d - 1),
+                )
             )
         relative = np.array(rows) / _seconds(measurements)[:, None]
         return cls(attention=relative[:, 0], plain=relative[:, 1:3], ring=relative[:, 3:])

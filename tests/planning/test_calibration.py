@@ -124,6 +124,17 @@ def test_what_a_batch_takes_is_told_from_what_an_item_takes():
     assert cost.batch_s == pytest.approx(truth.batch_s, rel=0.01)
 
 
+@pytest.mark.parametrize("items", [1, 3])
+def test_what_an_item_takes_is_not_guessed_where_all_batches_have_as_many(items):
+    lengths = (256, 512, 1024, 2048, 4096, 8192)
+    fit = fit_phase(
+        [Measurement(tokens=(n,) * items, seconds=0.02 + 1e-5 * n * items) for n in lengths]
+    )
+    assert fit.unmeasured == ("item_s",)
+    assert fit.cost.item_s == 0
+    assert fit.cost.batch_s == pytest.approx(0.02, rel=0.01)
+
+
 def encoded(cost):
     """Exact measurements of an encoder."""
     return [
@@ -191,6 +202,34 @@ def test_without_a_second_node_its_ring_is_taken_to_be_as_fast():
     assert fit.unmeasured == ("ring_inter_s_per_token",)
 
 
+def test_without_a_ring_inside_a_node_it_is_taken_to_be_as_fast_as_between_them():
+    truth = ContextCost(
+        attention_s_per_token2=1e-9,
+        linear_s_per_token=1e-4,
+        group_s=0.01,
+        ring_intra_s_per_token=1e-5,
+        ring_inter_s_per_token=3e-5,
+    )
+    fit = fit_context(measured(truth, degrees=(1, 4), nodes=(True,)))
+    assert fit.unmeasured == ("ring_intra_s_per_token",)
+    assert fit.cost.ring_intra_s_per_token == fit.cost.ring_inter_s_per_token
+    assert fit.cost.ring_inter_s_per_token == pytest.approx(3e-5, rel=0.01)
+
+
+def test_loads_at_degree_1_are_left_to_fit_to_among_others_at_higher_degrees():
+    cost = ContextCost(attention_s_per_token2=1e-8, linear_s_per_token=1e-4, group_s=1e-3)
+    alone = range(300, 2700, 400)  # each would be the one in four that is held out
+    found = [Measurement(tokens=(n,), seconds=cost.time_s([n], 1)) for n in alone]
+    found += [
+        Measurement(tokens=(n,), seconds=cost.time_s([n], 2), degree=2)
+        for n in range(100, 2700, 100)
+        if n not in alone
+    ]
+    fit = fit_context(found)
+    assert fit.cost.linear_s_per_token == pytest.approx(1e-4, rel=0.01)
+    assert fit.held_out.largest < 0.01
+
+
 def test_too_few_lengths_are_refused_with_what_is_needed():
     few = [Measurement(tokens=(n,), seconds=0.1) for n in (100, 200, 300)]
     with pytest.raises(PlanningError, match=r"3 different loads.*needs 6.*Measure more"):
@@ -242,6 +281,15 @@ def test_exchanges_and_what_a_step_takes_once_come_back():
     assert fit.cost.to_dict() == pytest.approx({**truth.to_dict(), "gradient_s": 0.3}, rel=1e-3)
     assert fit.held_out.largest < 0.01
     assert fit.unmeasured == ()
+
+
+def test_rows_that_all_went_to_other_nodes_are_taken_to_be_as_fast_inside_one():
+    rows = (100, 200, 400, 800, 1600, 3200, 6400)
+    sent = [Measurement(tokens=(n,), seconds=1e-3 + 2e-6 * n, crosses_node=True) for n in rows]
+    fit = fit_step(sent, [])
+    assert "feature_intra_s_per_token" in fit.unmeasured
+    assert fit.cost.feature_intra_s_per_token == fit.cost.feature_inter_s_per_token
+    assert fit.cost.feature_inter_s_per_token == pytest.approx(2e-6, rel=0.01)
 
 
 def test_what_of_a_step_was_not_measured_is_named():
