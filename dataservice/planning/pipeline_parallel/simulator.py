@@ -63,8 +63,9 @@ def make_program(
     program = Program(*_compile(microbatches, stages, virtual_stages, warm_up, most))
     if program.kind.size < 2 * microbatches * virtual_stages * stages:
         raise PlanningError(
-            f"activation_limit is {activation_limit}; {stages} stages of {virtual_stages} chunks "
-            f"then wait for each other for ever: raise it, {warm_up.max() + 1} always works"
+            f"activation_limit is {np.asarray(activation_limit)}; {stages} stages of "
+            f"{virtual_stages} chunks then wait for each other for ever: raise it, "
+            f"{warm_up.max() + 1} always works"
         )
     return program
 
