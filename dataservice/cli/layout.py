@@ -127,6 +127,11 @@ def lay_out(
     for path, option in ((out, "--out"), *((picture, "--draw") for picture in pictures)):
         _require_writable(path, option)
     described, groups = read_model(model), read_cluster(cluster).groups
+    if layers is not None and len(groups) > 1:
+        raise SpecError(
+            f"--layers was measured on one kind of nodes, and {cluster} has {len(groups)}: give a "
+            "cluster of that kind alone, or leave --layers out."
+        )
     measured = None if layers is None else _measured(layers, described)
     settings = read_config(config, {})
     if job_file is not None:

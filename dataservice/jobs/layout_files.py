@@ -54,6 +54,11 @@ class ModelFile(Strict):
             raise PlanningError(
                 "it must have either `use`, a model to begin with, or `decoder`: give one of them"
             )
+        if self.use is not None and self.encoders:
+            raise PlanningError(
+                "it has `use`, a model with encoders of its own, and `encoders`: write the whole "
+                "model out, with `decoder`, or leave `encoders` out"
+            )
         if self.use is not None:
             named = self.use in shipped()
             base = read_model(self.use if named else folder / self.use)

@@ -244,6 +244,16 @@ def test_measured_layers_take_the_place_of_computed_ones(cli, home):
     says(shown.said, "layers.yaml has them, measured without tensor parallelism")
 
 
+def test_layers_that_were_measured_on_one_kind_of_nodes_are_refused_for_several(cli, home):
+    write_layers(home / "layers.yaml", "qwen2-vl-2b")
+    group = yaml.safe_load(TWO_GPUS)["groups"][0]
+    (home / "mixed.yaml").write_text(yaml.safe_dump({"groups": [group, group]}))
+    given = ("--job", home / "job.yaml", "--layers", home / "layers.yaml")
+    done = cli("layout", "qwen2-vl-2b", home / "mixed.yaml", *given)
+    assert done.code == 1
+    says(done.said, "measured on one kind of nodes", "mixed.yaml has 2", "leave --layers out")
+
+
 def test_layers_of_another_model_are_refused_with_both_names(cli, home):
     write_layers(home / "layers.yaml", "qwen2-vl-7b")
     given = ("--index", home / "index", "--batch", "6", "--layers", home / "layers.yaml")

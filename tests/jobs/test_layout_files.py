@@ -187,6 +187,7 @@ def test_a_file_begins_with_a_model_that_ships_or_a_config_and_freezes_parts(
     [
         ("frozen: [vision]", "either `use`, a model to begin with, or `decoder`"),
         ("use: qwen2.5-vl-7b\ndecoder: {use: llama-3-8b}", "either `use`"),
+        ("use: qwen2.5-vl-7b\nencoders: [{use: internvit-6b}]", "leave `encoders` out"),
         ("use: qwen2.5-vl-7b\nfrozen: [audio]", "frozen names 'audio'; the modules are vision,"),
         ("use: nowhere/config.json", "nowhere/config.json cannot be read"),
     ],

@@ -36,7 +36,12 @@ from dataservice.planning.layout.replica import (
     row_seconds,
 )
 from dataservice.planning.layout.search_shapes import MICROBATCH_TOKENS
-from dataservice.planning.layout.task import LayoutTask, require_steps, tensor_ranks_of
+from dataservice.planning.layout.task import (
+    LayoutTask,
+    require_lengths,
+    require_steps,
+    tensor_ranks_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +77,7 @@ def lay_out_modules(
             "generator_tokens (--generator-tokens) out"
         )
     require_steps(batches)
+    require_lengths(model)
     made = profile or (lambda ranks: _computed(model, group, ranks, precision))
     profiles = {ranks: made(ranks) for ranks in tensor_ranks_of(group)}
     work = _work(model, batches, generator_tokens)
@@ -270,7 +276,8 @@ class _Planned:
         states = float((profile.state_bytes + optimizer)[mine].sum()) / decoder.pipeline_stages
         # It keeps as many microbatches as there are stages, of its part of the layers.
         kept = float(profile.kept_token_bytes[self._recompute][mine].sum())
-        room = (self._task.group.device.memory_bytes - states) / kept
+        free = self._task.group.device.memory_bytes - states
+        room = free / kept if kept > 0 else np.inf  # a frozen decoder keeps nothing
         longest = max(int(batch.lengths.llm_tokens.max()) for batch in self._task.batches)
         enough = longest / decoder.data_ranks
         return [tokens for tokens in MICROBATCH_TOKENS if enough <= tokens <= room]

@@ -192,9 +192,9 @@ class _Search:
 
     def _schedule(self, waiting: Sequence[Candidate]) -> None:
         """Schedules of bubbles, most promising first, until none can be better any more."""
-        best_s = np.inf
-        for number, each in enumerate(waiting):
-            if number >= SCHEDULES or each.step_s >= best_s:
+        best_s, made = np.inf, 0
+        for each in waiting:
+            if made >= SCHEDULES or each.step_s >= best_s:
                 self._tell()
                 continue
             parallel, tokens = each.replica.parallel, each.microbatch_tokens
@@ -205,7 +205,7 @@ class _Search:
                 self._refuse(parallel, tokens, error)
                 continue
             self._found.append(replace(each, replica=replica, step_s=step_s))
-            best_s = min(best_s, step_s)
+            best_s, made = min(best_s, step_s), made + 1
             self._tell()
 
     def _ranked(self) -> list[Candidate]:

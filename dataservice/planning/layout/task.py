@@ -34,12 +34,7 @@ class LayoutTask:
         if self.measured is not None:
             require_measured(self.measured, self.model)
         require_steps(self.batches)
-        names = [encoder.name for encoder in self.model.encoders]
-        if strange := [name for name in names if name not in ("vision", "audio")]:
-            raise PlanningError(
-                f"an encoder is called {strange[0]!r}; the index has lengths for vision and audio: "
-                "give it one of these names"
-            )
+        require_lengths(self.model)
         if self.model.generator:
             raise PlanningError(
                 f"{self.model.name} has a generator, which runs on GPUs of its own: ask "
@@ -86,6 +81,16 @@ def require_steps(batches: Sequence[StepSamples]) -> None:
     """Raises PlanningError where there is no step, and where one has no samples."""
     if not batches or not all(len(batch.lengths) for batch in batches):
         raise PlanningError("a layout is made for steps; give one batch of samples at least")
+
+
+def require_lengths(model: ModelDescription) -> None:
+    """Raises PlanningError where an encoder has a name that the index has no lengths for."""
+    names = [encoder.name for encoder in model.encoders]
+    if strange := [name for name in names if name not in ("vision", "audio")]:
+        raise PlanningError(
+            f"an encoder is called {strange[0]!r}; the index has lengths for vision and audio: "
+            "give it one of these names"
+        )
 
 
 def tensor_ranks_of(group: NodeGroup) -> tuple[int, ...]:

@@ -108,6 +108,23 @@ def test_a_generator_without_its_tokens_is_refused_with_the_option_that_says_the
         lay_out_modules(MODEL, nodes(80e9), BATCHES, generator_tokens=5)
 
 
+def test_a_frozen_decoder_keeps_nothing_and_has_room_for_every_microbatch():
+    frozen = replace(
+        MODEL,
+        decoder=replace(DECODER, frozen=True),
+        encoders=(replace(VISION, frozen=True, projector=replace(VISION.projector, frozen=True)),),
+    )
+    task = LayoutTask(model=frozen, group=nodes(80e9), batches=BATCHES)
+    made = lay_out_modules(frozen, task.group, BATCHES, profile=task.profile)
+    assert np.isfinite(planned_s(task, made))
+
+
+def test_an_encoder_that_the_index_has_no_lengths_for_is_refused_by_modules_too():
+    odd = replace(WITH_GENERATOR, encoders=(VISION, replace(VISION, name="vision_2")))
+    with pytest.raises(PlanningError, match=r"'vision_2'; the index has lengths for vision and"):
+        lay_out_modules(odd, nodes(80e9), BATCHES, generator_tokens=256)
+
+
 def test_modules_without_steps_are_refused():
     nothing = workloads.step_samples(workloads.vlm_sft(0, 0))
     for batches in ((), (BATCHES[0], nothing)):

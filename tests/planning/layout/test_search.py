@@ -12,6 +12,7 @@ from benchmarks import workloads
 from dataservice.core.errors import PlanningError
 from dataservice.core.plan_options import PlanOptions
 from dataservice.planning.compose import StepSamples, compose_step
+from dataservice.planning.layout import search
 from dataservice.planning.layout.bubble_replica import BubbleAsk, backbone_times, encoder_times
 from dataservice.planning.layout.microbatches import mean_work
 from dataservice.planning.layout.model import ModelDescription
@@ -155,6 +156,22 @@ def test_one_without_room_for_a_later_batch_is_refused_and_others_are_planned(mo
     assert others.best.choices["tensor_parallel"] > 1
     assert np.isfinite(others.best.step_s)
     assert any("TP 1" in refused and "no room" in refused for refused in others.refused)
+
+
+def test_schedules_that_cannot_be_made_are_not_counted_as_made(monkeypatch):
+    placed, refused = StepPlanner.placed, []
+
+    def often_refused(self, replica, tokens):
+        if len(refused) < 3:
+            refused.append(replica)
+            raise PlanningError("too many microbatches for a schedule")
+        return placed(self, replica, tokens)
+
+    monkeypatch.setattr(search, "SCHEDULES", 2)
+    monkeypatch.setattr(StepPlanner, "placed", often_refused)
+    layout = search_layout(task(80e9, places=("bubbles",)))
+    found = [each for each in (layout.best, *layout.others) if each.replica.in_bubbles]
+    assert 1 <= len(found) <= 2
 
 
 def test_a_sample_for_which_no_shape_is_long_enough_is_told_with_its_length():
