@@ -68,9 +68,10 @@ class CutTask:
         skipped = 2 if names[first].endswith(".embedding") else 1
         rest = np.arange(first + skipped, len(names) + 1)
         if self.parallel.encoder_stage == "cut":
-            # What comes in stays with the layer behind it.
-            inside = (at for at in range(1, first + 1) if not names[at - 1].endswith(".input"))
-            begin = [0, *inside]
+            # What comes in stays with the layer behind it, a projector with the one before it: the
+            # runtime has them so.
+            inside = range(1, first + 1)
+            begin = [0, *(at for at in inside if not _joined(names[at - 1], names[at]))]
         else:
             begin = [0 if self.parallel.encoder_stage == "first" else first]
         return np.concatenate((begin, rest)).astype(np.int64)
@@ -152,3 +153,8 @@ class CutTask:
         )
         spread = np.full(first, FULL, np.int8)
         return replace(found, choice=np.concatenate([spread, found.choice]))
+
+
+def _joined(before: str, entry: str) -> bool:
+    """Whether no stage ends between these two of an encoder."""
+    return before.endswith(".input") or entry.endswith(".projector")

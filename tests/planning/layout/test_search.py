@@ -15,7 +15,7 @@ from dataservice.planning.compose import StepSamples, compose_step
 from dataservice.planning.layout import search
 from dataservice.planning.layout.bubble_replica import BubbleAsk, backbone_times, encoder_times
 from dataservice.planning.layout.microbatches import mean_work
-from dataservice.planning.layout.model import ModelDescription
+from dataservice.planning.layout.model import ModelDescription, Projector
 from dataservice.planning.layout.replica import PLACES, Place, states_of
 from dataservice.planning.layout.search import LayoutTask, search_layout
 from dataservice.planning.layout.search_bound import least_step_s
@@ -263,6 +263,18 @@ def test_a_stage_that_ends_inside_a_large_encoder_is_faster_than_an_encoder_kept
     _, layout = cut
     whole = min(of_shape(layout, 4, place).step_s for place in ("first", "own"))
     assert of_shape(layout, 4, "cut").step_s < 0.8 * whole
+
+
+def test_a_projector_stays_with_the_last_layer_of_its_encoder_however_heavy_it_is():
+    heavy = replace(VISION, projector=Projector(widths=(49_152, 2048)))
+    model = ModelDescription(name="heavy", decoder=DECODER, encoders=(heavy,))
+    layout = search_layout(task(80e9, model=model, places=("cut",)))
+    found = [each.replica for each in (layout.best, *layout.others)]
+    cut = [replica for replica in found if replica.parallel.encoder_stage == "cut"]
+    assert cut
+    for replica in cut:
+        begun = [replica.profile.names[at] for at in replica.bounds[:-1].tolist()]
+        assert not [name for name in begun if name.endswith(".projector")]
 
 
 def test_a_cut_encoder_takes_the_seconds_of_the_layers_that_each_chunk_holds(cut):
