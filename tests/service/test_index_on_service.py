@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 
 LINES = 8000
 LIMIT_S = 240  # processes of the lowest priority wait for all others of the machine
-ENDED_S = 3.0
+ENDED_S = 20.0  # on a busy machine a worker took more than three seconds to end what had answered
 LARGE = f"texts/{part_name('large.jsonl')}"
 
 
