@@ -151,10 +151,10 @@ def token_giver(token_file: Path | None) -> GiveToken:
 
 
 def _token_of_environment() -> str | None:
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if not _is_one_token(token or "none"):
+    token = os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    if token is not None and not _is_one_token(token):
         raise SpecError(f"{TOKEN_VARIABLE} must hold one token and nothing else.")
-    return token or None
+    return token
 
 
 def _token_of(path: Path) -> str:

@@ -116,12 +116,9 @@ def fit_context(measurements: Sequence[Measurement]) -> Fit[ContextCost]:
     _require_loads([m for m in measurements if m.degree == 1], "the decoder at degree 1")
     terms = _Terms.of(fitted)
     cost = terms.cost(_fit_terms(terms))
-    rings = [m.crosses_node for m in fitted if m.degree > 1]
-    unmeasured: tuple[str, ...] = () if any(rings) else ("ring_inter_s_per_token",)
-    if rings and all(rings):
-        unmeasured = ("ring_intra_s_per_token",)
-    if not rings:
-        unmeasured = ("ring_intra_s_per_token", "ring_inter_s_per_token", "ring_hop_s")
+    unmeasured: tuple[str, ...] = ("ring_intra_s_per_token", "ring_inter_s_per_token", "ring_hop_s")
+    if rings := [m.crosses_node for m in fitted if m.degree > 1]:
+        unmeasured = _of_other_place(rings, *unmeasured[:2])
     return Fit(
         cost=cost,
         held_out=context_error(cost, held_out),
@@ -177,9 +174,9 @@ def fit_step(exchanges: Sequence[Measurement], gradients: Sequence[Measurement])
     """
     gradient_s = float(np.median(_seconds(gradients))) if gradients else 0.0
     unmeasured = () if gradients else ("gradient_s",)
+    names = ("feature_intra_s_per_token", "feature_inter_s_per_token", "exchange_s")
     if not exchanges:
         empty = _relative_error((), np.zeros(0))
-        names = ("feature_intra_s_per_token", "feature_inter_s_per_token", "exchange_s")
         cost = StepCost(gradient_s=gradient_s)
         return Fit(cost=cost, held_out=empty, fitted=empty, unmeasured=(*names, *unmeasured))
     _require_loads(exchanges, "the exchange of features")
@@ -199,12 +196,16 @@ def fit_step(exchanges: Sequence[Measurement], gradients: Sequence[Measurement])
         cost=cost,
         held_out=exchange_error(cost, held_out),
         fitted=exchange_error(cost, fitted),
-        unmeasured=(
-            *unmeasured,
-            *(() if crossing.any() else ("feature_inter_s_per_token",)),
-            *(("feature_intra_s_per_token",) if crossing.all() else ()),
-        ),
+        unmeasured=(*unmeasured, *_of_other_place(crossing.tolist(), *names[:2])),
     )
+
+
+def _of_other_place(crossing: Sequence[bool], inside: str, between: str) -> tuple[str, ...]:
+    """The coefficient of which nothing was measured, where all was inside a node or all between
+    nodes."""
+    if all(crossing):
+        return (inside,)
+    return () if any(crossing) else (between,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

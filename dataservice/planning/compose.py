@@ -139,7 +139,7 @@ def compose_step(
         waves_s = bound_in_bytes(lengths, held, topology, whole, waves_s)
         found = replace(found, lower_bound_s=waves_s)
     elif packed.restricts:  # no bound of all plans is that of these packs or degrees
-        waves_s = bound_in_tokens(lengths, topology, whole)
+        waves_s = bound_in_tokens(lengths, packed.full_attention, topology, whole)
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(waves_s)
     static = StaticBounds(lengths, packed.full_attention, topology, units, room)

@@ -35,7 +35,7 @@ class IndexCall:
     """The answers to an errand, as they come. Raises as the methods of the client do."""
 
     def __init__(
-        self, call: Any, translated: Callable[[], contextlib.AbstractContextManager[None]]
+        self, call: Any, translated: Callable[[], contextlib.AbstractContextManager[float]]
     ) -> None:
         self._call = call
         self._translated = translated
@@ -82,37 +82,32 @@ class CoordinatorClient:
         request = coordinator_pb2.SubmitJobRequest(
             spec_yaml=spec_yaml, base_directory=base_directory
         )
-        with self._translated(self._opened_s):
-            answer = self._stub.SubmitJob(request, timeout=self._opened_s)
+        with self._translated(self._opened_s) as limit_s:
+            answer = self._stub.SubmitJob(request, timeout=limit_s)
         return wire_jobs.job_status_from_proto(answer)
 
     def jobs(self, *, timeout_s: float | None = None) -> list[JobStatus]:
         """All jobs by name."""
-        timeout_s = timeout_s or self._timeout_s
-        with self._translated(timeout_s):
-            answer = self._stub.ListJobs(coordinator_pb2.ListJobsRequest(), timeout=timeout_s)
+        with self._translated(timeout_s) as limit_s:
+            answer = self._stub.ListJobs(coordinator_pb2.ListJobsRequest(), timeout=limit_s)
         return [wire_jobs.job_status_from_proto(job) for job in answer.jobs]
 
     def job(self, name: str) -> JobStatus:
         """One job."""
-        with self._translated():
-            answer = self._stub.GetJob(
-                coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s
-            )
+        with self._translated() as limit_s:
+            answer = self._stub.GetJob(coordinator_pb2.JobRequest(job=name), timeout=limit_s)
         return wire_jobs.job_status_from_proto(answer)
 
     def drain(self, name: str) -> JobStatus:
         """Refuse new attempts of a job; the running one may finish."""
-        with self._translated():
-            answer = self._stub.DrainJob(
-                coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s
-            )
+        with self._translated() as limit_s:
+            answer = self._stub.DrainJob(coordinator_pb2.JobRequest(job=name), timeout=limit_s)
         return wire_jobs.job_status_from_proto(answer)
 
     def delete(self, name: str) -> None:
         """Forget a job that no trainer uses."""
-        with self._translated():
-            self._stub.DeleteJob(coordinator_pb2.JobRequest(job=name), timeout=self._timeout_s)
+        with self._translated() as limit_s:
+            self._stub.DeleteJob(coordinator_pb2.JobRequest(job=name), timeout=limit_s)
 
     def recost(self, name: str, cost_json: str, from_step: int | None = None) -> tuple[int, str]:
         """Plan with other coefficients from a step on, by default the first that was never
@@ -120,8 +115,8 @@ class CoordinatorClient:
         request = coordinator_pb2.RecostJobRequest(
             job=name, cost_json=cost_json, from_step=from_step
         )
-        with self._translated(self._opened_s):
-            answer = self._stub.RecostJob(request, timeout=self._opened_s)
+        with self._translated(self._opened_s) as limit_s:
+            answer = self._stub.RecostJob(request, timeout=limit_s)
         return answer.from_step, answer.cost_version
 
     def change_mixture(
@@ -132,22 +127,22 @@ class CoordinatorClient:
         request = coordinator_pb2.ChangeMixtureRequest(
             job=name, weights=weights, from_step=from_step
         )
-        with self._translated(self._opened_s):
-            answer = self._stub.ChangeMixture(request, timeout=self._opened_s)
+        with self._translated(self._opened_s) as limit_s:
+            answer = self._stub.ChangeMixture(request, timeout=limit_s)
         return answer.from_step
 
     def quarantine(self, name: str) -> list[QuarantineEntry]:
         """The job's samples that were trained with their labels masked."""
         request = coordinator_pb2.JobRequest(job=name)
-        with self._translated():
-            answers = list(self._stub.ListQuarantine(request, timeout=self._timeout_s))
+        with self._translated() as limit_s:
+            answers = list(self._stub.ListQuarantine(request, timeout=limit_s))
         return [wire_jobs.quarantine_entry_from_proto(answer, name) for answer in answers]
 
     def explain(self, name: str, step: int, attempt: int | None = None) -> ExplainedStep:
         """Plan a step of the ledger again, by default of the newest attempt that has it."""
         request = coordinator_pb2.ExplainStepRequest(job=name, step=step, attempt=attempt or 0)
-        with self._translated(self._opened_s):
-            answer = self._stub.ExplainStep(request, timeout=self._opened_s)
+        with self._translated(self._opened_s) as limit_s:
+            answer = self._stub.ExplainStep(request, timeout=limit_s)
         return wire_jobs.explanation_from_proto(answer)
 
     def find_sample(self, name: str, sample_id: int, from_step: int = 0) -> FoundSample:
@@ -155,8 +150,8 @@ class CoordinatorClient:
         request = coordinator_pb2.FindSampleRequest(
             job=name, sample_id=sample_id, from_step=from_step
         )
-        with self._translated(self._opened_s):
-            answer = self._stub.FindSample(request, timeout=self._opened_s)
+        with self._translated(self._opened_s) as limit_s:
+            answer = self._stub.FindSample(request, timeout=limit_s)
         return wire_jobs.found_sample_from_proto(answer, sample_id)
 
     def replay(
@@ -192,8 +187,8 @@ class CoordinatorClient:
             ranges=[coordinator_pb2.StepRange(first_step=a, last_step=b) for a, b in ranges],
             undo=action == "train",
         )
-        with self._translated():
-            answer = self._stub.SkipSteps(request, timeout=self._timeout_s)
+        with self._translated() as limit_s:
+            answer = self._stub.SkipSteps(request, timeout=limit_s)
         return [wire_jobs.skip_record_from_proto(each, name) for each in answer.skips]
 
     def index(self, spec_yaml: str, base_directory: str, source: str, errand: str) -> IndexCall:
@@ -207,24 +202,23 @@ class CoordinatorClient:
     def workers(self) -> list[WorkerStatus]:
         """The workers as they are now."""
         request = coordinator_pb2.ListWorkersRequest()
-        with self._translated():
-            answer = self._stub.ListWorkers(request, timeout=self._timeout_s)
+        with self._translated() as limit_s:
+            answer = self._stub.ListWorkers(request, timeout=limit_s)
         return [wire_jobs.worker_status_from_proto(each) for each in answer.workers]
 
     def restart_workers(self, workers: Sequence[str] = ()) -> list[str]:
         """Begin to replace these workers, by default all. Returns their names."""
         request = coordinator_pb2.RestartWorkersRequest(workers=workers)
-        with self._translated():
-            answer = self._stub.RestartWorkers(request, timeout=self._timeout_s)
+        with self._translated() as limit_s:
+            answer = self._stub.RestartWorkers(request, timeout=limit_s)
         return list(answer.workers)
 
     def health(self, job: str = "", *, timeout_s: float | None = None) -> ServiceHealth:
         """The current state of a running job, by default of all jobs that the caller may see, with
         a sentence on who waits for whom."""
         request = coordinator_pb2.GetHealthRequest(job=job)
-        timeout_s = timeout_s or self._timeout_s
-        with self._translated(timeout_s):
-            answer = self._stub.GetHealth(request, timeout=timeout_s)
+        with self._translated(timeout_s) as limit_s:
+            answer = self._stub.GetHealth(request, timeout=limit_s)
         return wire_health.health_from_proto(answer)
 
     def close(self) -> None:
@@ -243,13 +237,15 @@ class CoordinatorClient:
         self.close()
 
     @contextlib.contextmanager
-    def _translated(self, timeout_s: float | None = None) -> Iterator[None]:
+    def _translated(self, limit_s: float | None = None) -> Iterator[float]:
+        """Gives the limit of a call, by default that of most, and raises its errors."""
+        limit_s = limit_s or self._timeout_s
         try:
-            yield
+            yield limit_s
         except grpc.RpcError as error:
             if not is_unreachable(error):
                 raise error_of(error) from error
-            advice = self._advice(error, timeout_s or self._timeout_s)
+            advice = self._advice(error, limit_s)
             raise ServiceUnreachableError(advice) from error
 
     def _advice(self, error: grpc.RpcError, timeout_s: float) -> str:

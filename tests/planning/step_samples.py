@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from benchmarks import workloads
+from benchmarks.planning.adversarial import text_only
 from dataservice.core.sample import LengthTable
 from dataservice.planning.compose import StepSamples
 
@@ -37,18 +39,4 @@ def step_samples(n: int, seed: int, longest: int) -> StepSamples:
 
 def text_samples(tokens: list[int]) -> StepSamples:
     """Samples of so many tokens and no media."""
-    n = len(tokens)
-    none = np.zeros(0, np.int32)
-    return StepSamples(
-        sample_ids=np.arange(n),
-        epoch=np.zeros(n, np.int32),
-        lengths=LengthTable(
-            llm_tokens=np.array(tokens, np.int32),
-            loss_tokens=np.array(tokens, np.int32),
-            item_offsets=np.zeros(n + 1, np.int64),
-            item_modality=none.astype(np.int8),
-            item_encoder_tokens=none,
-            item_llm_tokens=none,
-            item_position=none,
-        ),
-    )
+    return workloads.step_samples(text_only(np.array(tokens)))

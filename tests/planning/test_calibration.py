@@ -203,14 +203,7 @@ def test_without_a_second_node_its_ring_is_taken_to_be_as_fast():
 
 
 def test_without_a_ring_inside_a_node_it_is_taken_to_be_as_fast_as_between_them():
-    truth = ContextCost(
-        attention_s_per_token2=1e-9,
-        linear_s_per_token=1e-4,
-        group_s=0.01,
-        ring_intra_s_per_token=1e-5,
-        ring_inter_s_per_token=3e-5,
-    )
-    fit = fit_context(measured(truth, degrees=(1, 4), nodes=(True,)))
+    fit = fit_context(measured(ContextCost.flexsp_7b(), nodes=(True,)))
     assert fit.unmeasured == ("ring_intra_s_per_token",)
     assert fit.cost.ring_intra_s_per_token == fit.cost.ring_inter_s_per_token
     assert fit.cost.ring_inter_s_per_token == pytest.approx(3e-5, rel=0.01)

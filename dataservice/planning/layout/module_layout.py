@@ -278,8 +278,7 @@ class _Planned:
         kept = float(profile.kept_token_bytes[self._recompute][mine].sum())
         free = self._task.group.device.memory_bytes - states
         room = free / kept if kept > 0 else np.inf  # a frozen decoder keeps nothing
-        longest = max(int(batch.lengths.llm_tokens.max()) for batch in self._task.batches)
-        enough = longest / decoder.data_ranks
+        enough = self._task.longest_tokens / decoder.data_ranks
         return [tokens for tokens in MICROBATCH_TOKENS if enough <= tokens <= room]
 
     def step_s(self, tokens: int, *, rough: bool) -> float:

@@ -254,10 +254,9 @@ def _nothing_fits(
             f"{int(np.ceil(group.gpus * least / memory)):,} GPUs, or freeze modules"
         )
     if not refused:
-        longest = max(int(batch.lengths.llm_tokens.max()) for batch in task.batches)
         return PlanningError(
-            f"{head}: the longest has {longest:,} tokens, and {group.gpus} replicas take "
-            f"{group.gpus * MICROBATCH_TOKENS[-1]:,} at most. Give more GPUs, or leave it out"
+            f"{head}: the longest has {task.longest_tokens:,} tokens, and {group.gpus} replicas "
+            f"take {group.gpus * MICROBATCH_TOKENS[-1]:,} at most. Give more GPUs, or leave it out"
         )
     return PlanningError(f"{head}. The last of {len(refused)} that were tried: {refused[-1]}")
 

@@ -12,7 +12,7 @@ VIRTUAL_STAGES = (1, 2)
 
 def shapes(task: LayoutTask) -> Iterator[tuple[Parallel, int]]:
     """Every parallelism, with every size of a microbatch."""
-    longest = max(int(batch.lengths.llm_tokens.max()) for batch in task.batches)
+    longest = task.longest_tokens
     for parallel in parallels(task):
         for tokens in MICROBATCH_TOKENS:
             if longest <= tokens * parallel.replicas:

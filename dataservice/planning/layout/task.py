@@ -53,6 +53,11 @@ class LayoutTask:
         return tensor_ranks_of(self.group)
 
     @property
+    def longest_tokens(self) -> int:
+        """LLM tokens of the longest sample of all batches."""
+        return max(int(batch.lengths.llm_tokens.max()) for batch in self.batches)
+
+    @property
     def ring_token_bytes(self) -> float:
         """Keys and values of a token, in all layers."""
         decoder = self.model.decoder

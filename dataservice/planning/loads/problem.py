@@ -106,10 +106,10 @@ def build_problem(
             f"item {largest} has size {weights[largest]:g} but the capacity of a rank is "
             f"{capacity:g}: raise the capacity or split the item over several ranks"
         )
-    # Sums of fractions are rounded; those of whole numbers are exact.
-    room = np.inf if capacity is None else float(capacity)
-    if not (weights == np.rint(weights)).all():
-        room *= 1.0 + ROUNDING
+    room = np.inf
+    if capacity is not None:  # sums of fractions are rounded, those of whole numbers are exact
+        whole = bool((weights == np.rint(weights)).all())
+        room = float(capacity) * (1.0 if whole else 1.0 + ROUNDING)
     n = amounts.size
     order = argsort_descending(amounts)
     fell = amounts[order]

@@ -54,17 +54,23 @@ def bound_in_bytes(
     bytes_s = work_s + held.least_waves(topology.replicas) * llm.group_s
     if bytes_s >= fewer_s * _NEAR:
         return bytes_s
-    return max(bound_in_tokens(lengths, topology, options), bytes_s)
+    return max(bound_in_tokens(lengths, eta, topology, options), bytes_s)
 
 
-def bound_in_tokens(lengths: LengthTable, topology: Topology, options: PlanOptions) -> float:
-    """What no waves take less than in sum, whatever their packs and degrees."""
+def bound_in_tokens(
+    lengths: LengthTable,
+    eta: NDArray[np.float64] | None,
+    topology: Topology,
+    options: PlanOptions,
+) -> float:
+    """What no waves take less than in sum, whatever their packs and degrees. `eta` float64[n]:
+    shares of attention beyond the causal, None where there is none."""
     return context_bound(
         lengths.llm_tokens,
         ranks=topology.replicas,
         memory_tokens=options.memory_tokens,
         cost=options.cost.llm,
-        full_attention=full_attention(lengths, options.full_attention),
+        full_attention=eta,
         ranks_per_node=topology.replicas_per_node,
     )
 
