@@ -36,7 +36,7 @@ from dataservice.planning import (
 from dataservice.planning.layout.cluster import Device, NodeGroup
 from dataservice.planning.layout.costs import LayerShares, analytic_profile
 from dataservice.planning.layout.cut_replica import CutTask
-from dataservice.planning.layout.microbatches import microbatch_work
+from dataservice.planning.layout.microbatches import batch_work, microbatch_work
 from dataservice.planning.layout.model import ModelDescription
 from dataservice.planning.layout.profile import LayerProfile, joined
 from dataservice.planning.layout.recompute import FULL
@@ -216,7 +216,7 @@ def layout_sample_s(of: Setting, seed: int) -> float:
 
 def _layout_step_s(of: Setting, samples: StepSamples, place: EncoderStage) -> float:
     decoder = of.model.decoder
-    filled = microbatch_work(samples, LAYOUT_TOKENS, of.replicas, of.model.module_names)
+    modules = of.model.module_names
     made = CutTask(
         profile=of.profile,
         parallel=Parallel(
@@ -227,8 +227,8 @@ def _layout_step_s(of: Setting, samples: StepSamples, place: EncoderStage) -> fl
             encoder_stage=place,
         ),
         group=of.group,
-        work=filled.work,
-        batch_microbatches=filled.in_batch,
+        work=microbatch_work(samples, LAYOUT_TOKENS, of.replicas, modules),
+        batches=batch_work([samples], modules),
         ring_token_bytes=4.0 * decoder.key_width * decoder.layers,
         row_bytes=2.0 * decoder.hidden_size,
     ).cut()

@@ -27,15 +27,15 @@ _RADIUS, _SPLITS = 2, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutTask:
-    """One parallelism of a model with this profile, for microbatches of `work`, of which the batch
-    has `batch_microbatches` in all replicas. `ring_token_bytes`: keys and values of a token;
-    `row_bytes`: a feature row."""
+    """One parallelism of a model with this profile, for microbatches of `work`. `batches`: each
+    whole batch as one. `ring_token_bytes`: keys and values of a token; `row_bytes`: a feature
+    row."""
 
     profile: LayerProfile
     parallel: Parallel
     group: NodeGroup
     work: LayerWork
-    batch_microbatches: int
+    batches: LayerWork
     ring_token_bytes: float
     row_bytes: float
     overlap_gradients: bool = False
@@ -127,9 +127,9 @@ class CutTask:
             return 0.0
         encodes = ~decoding(profile)
         states = profile.state_bytes + profile.optimizer_bytes / parallel.replicas
-        kept = profile.kept_bytes(self.work, "full")[:, encodes].sum(axis=1).mean()
+        kept = profile.kept_bytes(self.batches, "full")[:, encodes].sum(axis=1).max()
         ranks = parallel.replicas * parallel.pipeline_stages
-        return float(states[encodes].sum() + kept * self.batch_microbatches / ranks)
+        return float(states[encodes].sum() + kept / ranks)
 
     def _recompute(self, bounds: NDArray[np.int64], outside_bytes: float) -> RecomputeChoice:
         first = int(bounds[0])

@@ -6,7 +6,6 @@ dispatch does: every microbatch has its share of their tokens, and of their squa
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,39 +18,37 @@ from dataservice.planning.layout.profile import LayerWork
 MOST_MICROBATCHES = 64
 
 
-class FilledBatch(NamedTuple):
-    """Work of the microbatches of one replica, and how many the whole batch has."""
-
-    work: LayerWork
-    in_batch: int
-
-
 def microbatch_work(
     batch: StepSamples, tokens: int, replicas: int, modules: Sequence[str]
-) -> FilledBatch:
+) -> LayerWork:
     """The microbatches of `tokens` that one of `replicas` has in a step. O(samples)."""
     sums, squares = _filled(batch.lengths, tokens)
     count = max(1, min(-(-sums.size // replicas), MOST_MICROBATCHES))
     # Every k-th of them, so that all of the batch is seen.
     chosen = np.linspace(0, sums.size - 1, count).astype(np.int64)
-    work = _work(batch, modules, sums[chosen], squares[chosen], sums.size)
-    return FilledBatch(work, sums.size)
+    return _work(batch, modules, sums[chosen], squares[chosen], sums.size)
 
 
 def mean_work(batch: StepSamples, microbatches: int, modules: Sequence[str]) -> LayerWork:
     """One of so many equal microbatches that the batch is taken to have."""
-    whole = batch_work(batch, modules)
+    whole = batch_work([batch], modules)
     return LayerWork(
         tokens={name: tokens / microbatches for name, tokens in whole.tokens.items()},
         squares={name: squares / microbatches for name, squares in whole.squares.items()},
     )
 
 
-def batch_work(batch: StepSamples, modules: Sequence[str]) -> LayerWork:
-    """All of a batch as one microbatch."""
-    lengths = batch.lengths.llm_tokens.astype(np.float64)
-    whole = np.array([lengths.sum()]), np.array([(lengths * lengths).sum()])
-    return _work(batch, modules, *whole, 1)
+def batch_work(batches: Sequence[StepSamples], modules: Sequence[str]) -> LayerWork:
+    """Each batch as one microbatch."""
+    whole = []
+    for batch in batches:
+        lengths = batch.lengths.llm_tokens.astype(np.float64)
+        sums = np.array([lengths.sum()]), np.array([(lengths * lengths).sum()])
+        whole.append(_work(batch, modules, *sums, 1))
+    return LayerWork(
+        tokens={name: np.concatenate([each.tokens[name] for each in whole]) for name in modules},
+        squares={name: np.concatenate([each.squares[name] for each in whole]) for name in modules},
+    )
 
 
 def sample_work(batches: Sequence[StepSamples], modules: Sequence[str]) -> LayerWork:

@@ -22,7 +22,7 @@ import numpy as np
 from dataservice.core.errors import PlanningError
 from dataservice.planning.layout.bubble_replica import BubbleAsk
 from dataservice.planning.layout.cut_replica import CutTask
-from dataservice.planning.layout.microbatches import microbatch_work
+from dataservice.planning.layout.microbatches import batch_work, microbatch_work
 from dataservice.planning.layout.profile import RECOMPUTE, LayerProfile
 from dataservice.planning.layout.recompute import FULL
 from dataservice.planning.layout.replica import Parallel, Replica
@@ -120,6 +120,7 @@ class _Search:
             profile=profile,
             linkless=cache(partial(task.profile, linkless=True)),
         )
+        self._batches = batch_work(task.batches, task.model.module_names)
         self._planner = StepPlanner(task, ask)
         self._found: list[Candidate] = []
         self._refused: list[str] = []
@@ -146,7 +147,7 @@ class _Search:
             best=best,
             others=tuple(ranked[1:]),
             choices=tuple(_choices(self._planner, best, ranked)),
-            lower_bound_s=min(least_step_s(self._task, self._profiles), best.step_s),
+            lower_bound_s=least_step_s(self._task, self._profiles),
             refused=tuple(self._refused),
         )
 
@@ -176,15 +177,13 @@ class _Search:
         self._tell()
 
     def _cutting(self, parallel: Parallel, tokens: int) -> CutTask:
-        task = self._task
-        modules = task.model.module_names
-        filled = microbatch_work(task.batches[0], tokens, parallel.replicas, modules)
+        task, modules = self._task, self._task.model.module_names
         return CutTask(
             profile=self._profiles[parallel.tensor_ranks],
             parallel=parallel,
             group=task.group,
-            work=filled.work,
-            batch_microbatches=filled.in_batch,
+            work=microbatch_work(task.batches[0], tokens, parallel.replicas, modules),
+            batches=self._batches,
             ring_token_bytes=task.ring_token_bytes,
             row_bytes=task.row_bytes,
             overlap_gradients=task.overlap_gradients,

@@ -3,7 +3,8 @@
 For every TP and PP whose ranks have room for their part of the states, the least of the places of
 encoders; of those the least:
 
-    work       all of it, nothing recomputed, over all GPUs
+    work       all of it, nothing recomputed, over all GPUs; with encoders in bubbles what GPUs
+               compute, as encoders do so while the decoder's ranks exchange
     stages     the busiest of them, whose layers cannot be divided
     longest    the longest sample, through all stages, by as many replicas as suit it
     gradients  of the fullest stage, unless they travel under a pass
@@ -30,6 +31,7 @@ from dataservice.planning.layout.task import LayoutTask
 def least_step_s(task: LayoutTask, profiles: Mapping[int, LayerProfile]) -> float:
     """Mean over the batches. Infinite where no shape has room for its states."""
     priced = {ranks: _priced(task, profile) for ranks, profile in profiles.items()}
+    computing_s = _computing_s(task)
     busiest: dict[tuple[int, int, int, bool], float] = {}
     found = [np.inf]
     for parallel in parallels(task):
@@ -46,7 +48,9 @@ def least_step_s(task: LayoutTask, profiles: Mapping[int, LayerProfile]) -> floa
                 entries = priced[ranks].of_stages[chosen]
                 busiest[key] = _busiest_s(entries, stages, virtual)
         ours = tuple(busiest[ranks, stages, virtual, whole] for whole in (True, False))
-        found.append(_least_s(task, profiles[ranks], parallel, priced[ranks], ours))
+        in_bubbles = parallel.encoder_stage == "bubbles"
+        work_s = computing_s[ranks] if in_bubbles else float(priced[ranks].seconds.sum())
+        found.append(_least_s(task, profiles[ranks], parallel, priced[ranks], work_s, ours))
     return min(found)
 
 
@@ -59,9 +63,8 @@ class _Priced(NamedTuple):
 
 
 def _priced(task: LayoutTask, profile: LayerProfile) -> _Priced:
-    rows = [batch_work(b, task.model.module_names).columns(profile.modules) for b in task.batches]
-    tokens = np.mean([each[0][0] for each in rows], axis=0)
-    squares = np.mean([each[1][0] for each in rows], axis=0)
+    whole = batch_work(task.batches, task.model.module_names)
+    tokens, squares = (each.mean(axis=0) for each in whole.columns(profile.modules))
     token_s = (profile.forward.token_s + profile.backward.token_s) * tokens
     square_s = (profile.forward.square_s + profile.backward.square_s) * squares
     most_s = token_s + np.maximum(profile.forward.token_s, profile.again.token_s) * tokens
@@ -71,6 +74,19 @@ def _priced(task: LayoutTask, profile: LayerProfile) -> _Priced:
         if most_s[mine].sum() > 0:
             of_stages[mine] *= 1.0 + square_s[mine].sum() / most_s[mine].sum()
     return _Priced(token_s + square_s, of_stages)
+
+
+def _computing_s(task: LayoutTask) -> dict[int, float]:
+    """What the GPUs of so many tensor-parallel ranks compute of a mean batch, by those ranks,
+    without what they exchange; encoders over as few of them as suits best."""
+    found: dict[int, float] = {}
+    encoding_s = np.inf  # of one GPU
+    for ranks in sorted(task.tensor_ranks):
+        profile = task.profile(ranks, linkless=True)
+        seconds, decodes = _priced(task, profile).seconds, decoding(profile)
+        encoding_s = min(encoding_s, ranks * float(seconds[~decodes].sum()))
+        found[ranks] = float(seconds[decodes].sum()) + encoding_s / ranks
+    return found
 
 
 def _has_room(task: LayoutTask, profile: LayerProfile, parallel: Parallel) -> bool:
@@ -83,12 +99,13 @@ def _least_s(
     profile: LayerProfile,
     parallel: Parallel,
     priced: _Priced,
+    work_s: float,
     busiest_s: tuple[float, ...],
 ) -> float:
-    """Of one parallelism. `busiest_s`: of a stage in all replicas, of all layers and of the
-    decoder's."""
+    """Of one parallelism. `work_s`: of all, on the GPUs that share a layer. `busiest_s`: of a stage
+    in all replicas, of all layers and of the decoder's."""
     replicas, gpus = parallel.replicas, parallel.replicas * parallel.pipeline_stages
-    even_s = float(priced.seconds.sum()) / gpus
+    even_s = work_s / gpus
     whole_s, decoder_s = (each / replicas for each in busiest_s)
     longest_s = _longest_s(task, profile, parallel)
     gradient_s = 0.0 if task.overlap_gradients else _gradient_s(task, profile, parallel)

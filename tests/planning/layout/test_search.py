@@ -358,6 +358,43 @@ def test_no_layout_is_below_the_bound(seed):
         assert each.step_s >= bound_s * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("bytes_per_s", [5e10, 1e9])
+def test_encoders_that_run_while_the_decoder_exchanges_are_not_below_the_bound(bytes_per_s):
+    """Two large layers on four GPUs: no layout has room for one without tensor parallelism."""
+    decoder = replace(
+        DECODER, layers=2, hidden_size=8192, heads=64, kv_heads=8, ffn_size=24_576, vocabulary=1000
+    )
+    vision = replace(VISION, layers=24, frozen=True, projector=Projector(widths=(4096, 8192)))
+    samples = workloads.step_samples(workloads.vlm_sft(24))
+    asked = LayoutTask(
+        model=ModelDescription(name="wide", decoder=decoder, encoders=(vision,)),
+        group=replace(nodes(20e9), inside_bytes_per_s=bytes_per_s),
+        batches=(samples,),
+        places=("bubbles",),
+    )
+    layout = search_layout(asked)
+    assert layout.best.replica.parallel.tensor_ranks > 1
+    assert 0.8 * layout.best.step_s < layout.lower_bound_s <= layout.best.step_s
+
+
+def test_spread_encoders_have_room_for_the_batch_that_has_most_to_encode():
+    pictures = workloads.step_samples(workloads.vlm_sft(96))
+    text = text_samples([int(pictures.lengths.llm_tokens.max()) + 1])  # the longest, laid out first
+    asked = task(80e9, places=("spread",))
+    alone, both = (
+        {
+            each.replica.parallel: each.replica.encoder_fixed_bytes
+            for each in (found.best, *found.others)
+        }
+        for found in (
+            search_layout(replace(asked, batches=batches))
+            for batches in ((pictures,), (text, pictures))
+        )
+    )
+    assert both.keys() & alone.keys()
+    assert all(both[parallel] >= alone[parallel] for parallel in both.keys() & alone.keys())
+
+
 def test_the_bound_counts_gradients_and_leaves_out_what_has_no_room():
     asked = task(80e9, count=16)  # more GPUs than one replica can have
     profiles = {ranks: asked.profile(ranks) for ranks in asked.tensor_ranks}
