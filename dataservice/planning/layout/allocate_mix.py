@@ -53,13 +53,19 @@ class MixAllocation:
 
 def allocate_mix(kinds: Sequence[NodeKind], *, batch: int) -> MixAllocation:
     """The least seconds a step of `batch` samples, of all choices of a kind for each module. Of
-    equal ones, the first kinds. Raises PlanningError where nothing fits, with what each misses."""
+    equal ones, the first kinds. Raises PlanningError where nothing fits, with what each misses, and
+    where there is no kind."""
+    if not kinds:
+        raise PlanningError("there is no kind of nodes to put modules on; give one at least")
     found: list[MixAllocation] = []
     refused: list[str] = []
     for decoder, with_decoder in enumerate(kinds):
         for encoder, with_encoder in enumerate(kinds):
             try:
-                made = _allocated(with_encoder, with_decoder, batch)
+                if encoder == decoder:  # they share its GPUs
+                    made = _shared(with_decoder, batch)
+                else:
+                    made = _allocated(with_encoder, with_decoder, batch)
             except PlanningError as error:
                 refused.append(f"encoder on kind {encoder}, decoder on kind {decoder}: {error}")
                 continue
@@ -69,15 +75,17 @@ def allocate_mix(kinds: Sequence[NodeKind], *, batch: int) -> MixAllocation:
     return min(found, key=lambda each: each.allocation.seconds)
 
 
+def _shared(kind: NodeKind, batch: int) -> Allocation:
+    return allocate_modules(
+        kind.decoder,
+        encoder=kind.encoder,
+        gpus=kind.gpus,
+        batch=batch,
+        memory_bytes=kind.memory_bytes,
+    )
+
+
 def _allocated(encoding: NodeKind, decoding: NodeKind, batch: int) -> Allocation:
-    if encoding is decoding:
-        return allocate_modules(
-            decoding.decoder,
-            encoder=decoding.encoder,
-            gpus=decoding.gpus,
-            batch=batch,
-            memory_bytes=decoding.memory_bytes,
-        )
     whole = np.arange(1, batch + 1)
     divisors = whole[batch % whole == 0]
     encoder = choices_of(encoding.encoder, divisors, encoding.gpus)

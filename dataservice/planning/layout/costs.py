@@ -8,8 +8,9 @@ weights; norms and activation functions take reading and writing what they work 
 expert parallelism take what they exchange.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -36,6 +37,12 @@ class Precision:
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0
     kept_bytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value < math.inf:
+                raise PlanningError(f"{field.name} is {value}; give a number of 0 or more bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -187,24 +187,32 @@ class Replica:
         )
 
     def memory(self, group: NodeGroup) -> MemoryModel:
-        """Bytes of the stage with the least room for tokens."""
+        """Bytes of the stage with the least room for tokens; where stages hold encoders, of those
+        with so much less room for a token that what fits there fits on every stage."""
         kept = self._kept_token_bytes()
-        encoders = {name: self._kept_by(kept, name) for name in ("vision", "audio")}
         budget = group.device.memory_bytes
         rows = []
         for device, states in enumerate(self.states_bytes().tolist()):
-            mine = self._entries_of(device) & self._decoding
+            mine = self._entries_of(device)
             held = self.parallel.kept_microbatches(device) / self.parallel.kept_microbatches(0)
-            token = max(float(kept[mine].sum()) * held, 1.0)
-            rows.append(((budget - states) / token, states, token))
-        _, states, token = min(rows)
+            token = max(float(kept[mine & self._decoding].sum()) * held, 1.0)
+            encodes = bool((mine & ~self._decoding).any())
+            rows.append(((budget - states) / token, states, token, encodes))
+        tokens, states, token, _ = min(rows)
+        encoding = [states for _, states, _, encodes in rows if encodes]
+        if encoding and tokens > 0:
+            states = max(encoding)
+            token = (budget - states) / tokens
         # Those outside of the chunks were counted beforehand, with the states.
+        vision, audio = (
+            0.0 if self.outside else self._kept_by(kept, name) for name in ("vision", "audio")
+        )
         return MemoryModel(
             budget_bytes=budget,
             llm_token_bytes=token,
             states_bytes=states,
-            vision_token_bytes=0.0 if self.outside else encoders["vision"],
-            audio_token_bytes=0.0 if self.outside else encoders["audio"],
+            vision_token_bytes=vision,
+            audio_token_bytes=audio,
         )
 
     def held_tokens(self, group: NodeGroup, tokens: int) -> int:

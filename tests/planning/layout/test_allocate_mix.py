@@ -63,6 +63,14 @@ def test_no_way_of_using_a_small_mix_takes_less(seed):
         assert module.held_bytes <= kind.memory_bytes
 
 
+def test_one_kind_given_twice_is_not_one_pool():
+    kind = random_kind(np.random.default_rng(0))
+    twice = allocate_mix([kind, kind], batch=4).allocation
+    assert twice.seconds == pytest.approx(least_of_all_ways([kind, replace(kind)], 4))
+    with pytest.raises(PlanningError, match="no kind of nodes"):
+        allocate_mix([], batch=4)
+
+
 def test_encoders_go_to_old_nodes_when_the_decoder_keeps_the_new_ones_busy():
     new = nodes(80e9)
     old = replace(new, device=replace(new.device, name="old", peak_flops=new.device.peak_flops / 2))

@@ -8,7 +8,7 @@ import pytest
 
 from dataservice.planning import PlanningError
 from dataservice.planning.layout.cluster import Cluster, Device, NodeGroup
-from dataservice.planning.layout.costs import LayerShares, analytic_profile
+from dataservice.planning.layout.costs import LayerShares, Precision, analytic_profile
 from dataservice.planning.layout.layers import layer_shapes
 from dataservice.planning.layout.model import (
     Decoder,
@@ -231,6 +231,8 @@ def test_layers_counted_as_papers_do_have_all_the_time() -> None:
         (lambda: _with(NODES.device, matrix_efficiency=1.5), "a part of the peak"),
         (lambda: _with(NODES, nodes=0), "cluster.nodes is 0; it must be above 0"),
         (lambda: Cluster(groups=()), "no groups of nodes"),
+        (lambda: Precision(kept_bytes=float("nan")), "kept_bytes is nan; give a number"),
+        (lambda: Precision(weight_bytes=-2.0), "weight_bytes is -2.0; give a number"),
         (
             lambda: analytic_profile(model(), NODES, shares={"sound": LayerShares()}),
             "shares for the module 'sound'; tiny has vision, decoder",

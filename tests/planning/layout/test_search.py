@@ -103,6 +103,38 @@ def test_no_stage_holds_more_than_its_memory_where_that_is_tight():
     assert layout.refused
 
 
+@pytest.mark.parametrize("place", ["first", "cut", "own"])
+def test_what_the_memory_of_a_layout_admits_fits_on_every_stage(place):
+    asked = task(16e9, places=(place,))
+    layout = search_layout(asked)
+    for candidate in (layout.best, *layout.others):
+        replica = candidate.replica
+        memory, budget = replica.memory(asked.group), asked.group.device.memory_bytes
+        most_tokens = (budget - memory.states_bytes) / memory.llm_token_bytes
+        fullest = 0.0
+        for part in (0.0, 0.3, 1.0):
+            tokens = part * most_tokens
+            left = budget - memory.states_bytes - tokens * memory.llm_token_bytes
+            held = bytes_on_stages(replica, tokens, left / memory.vision_token_bytes)
+            assert (held <= budget * (1 + 1e-9)).all()
+            fullest = max(fullest, held.max())
+        assert fullest == pytest.approx(budget)  # and none is wasted where nothing is encoded
+
+
+def bytes_on_stages(replica, tokens, patches):
+    """States, and what a microbatch of so many tokens and patches keeps: float64[stages]."""
+    profile, parallel = replica.profile, replica.parallel
+    kept = np.choose(replica.recompute.choice, [*profile.kept_token_bytes.values()])
+    held = replica.states_bytes().copy()
+    chunk = np.searchsorted(replica.bounds, np.arange(len(profile.names)), side="right") - 1
+    for stage in range(parallel.pipeline_stages):
+        share = parallel.kept_microbatches(stage) / parallel.kept_microbatches(0)
+        mine = chunk % parallel.pipeline_stages == stage
+        for module, count in (("decoder", tokens), ("vision", patches)):
+            held[stage] += kept[mine & profile.entries_of(module)].sum() * count * share
+    return held
+
+
 def test_less_memory_never_makes_a_step_shorter():
     roomy_s, tight_s = (search_layout(task(bytes_)).best.step_s for bytes_ in (80e9, 12e9))
     assert tight_s >= roomy_s * (1 - 1e-9)
