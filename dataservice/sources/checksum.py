@@ -3,12 +3,15 @@
 Both cover the record, its loss weight and every media file as read, wherever the format stores
 them; of a format of the user's own, the bytes that its code makes them of. The CRC-32 is compared
 on each read, so that a file damaged or replaced later is noticed even if its codec still decodes
-it. The digest tells whether two samples are the same; a job's identity depends on it.
+it. The digest tells whether two samples are the same; a job's identity depends on it. It is BLAKE3,
+which nobody can make two samples have, in a fifth of BLAKE2's time: all bytes of an index go
+through it.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
+
+from blake3 import blake3
 
 from dataservice.core.crc32 import crc32
 from dataservice.core.sample import RawSample
@@ -26,12 +29,12 @@ def sample_crc32(raw: RawSample) -> int:
 
 
 def sample_checks(raw: RawSample) -> tuple[int, bytes]:
-    """(CRC-32, BLAKE2b of 128 bits) over the same bytes, in one pass. O(bytes)."""
-    crc, digest = 0, hashlib.blake2b(digest_size=CONTENT_BYTES)
+    """(CRC-32, BLAKE3 of 128 bits) over the same bytes, in one pass. O(bytes)."""
+    crc, digest = 0, blake3()
     for piece in _pieces(raw):
         crc = crc32(piece, crc)
         digest.update(piece)
-    return crc, digest.digest()
+    return crc, digest.digest(length=CONTENT_BYTES)
 
 
 def _pieces(raw: RawSample) -> Iterator[bytes]:

@@ -23,8 +23,9 @@ from dataservice.sources.opened import OpenedSource
 from dataservice.sources.storage import SourceFile, static_prefix
 
 # Version 2 added each sample's checksum. Version 3 added its digest, what is known of its items
-# besides their lengths, and names that do not depend on where a source lies.
-INDEX_VERSION = 3
+# besides their lengths, and names that do not depend on where a source lies. Version 4 digests by
+# BLAKE3.
+INDEX_VERSION = 4
 
 AGAIN = "`dataservice index JOB.yaml`"
 """The command that writes an index; of the same files it makes the same one."""

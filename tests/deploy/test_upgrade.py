@@ -50,6 +50,7 @@ metadata.version = lambda name: "99.0.0" if name == "multimodal-dataservice" els
 from dataservice.state import schema
 schema.MIGRATIONS = (*schema.MIGRATIONS, "CREATE TABLE news (told TEXT NOT NULL) STRICT;")
 """
+WORKERS = 2
 EPOCHS = 3  # enough to last through an upgrade
 STATE_MOUNT = "/var/lib/dataservice"
 
@@ -126,7 +127,7 @@ class Operator:
             node.kill()
             environment = {**self.ray.environment, **self.release}
             self.ray.nodes[number] = replace(node, environment=environment).start()
-        wait_for(lambda: len(workers_of(self.service).keys() - before) == len(before))
+        wait_for(lambda: len(workers_of(self.service).keys() - before) == WORKERS)
         self.done.append("workers")
         self.between()
 
@@ -185,7 +186,10 @@ def stranger(
 @pytest.fixture(scope="module")
 def service(ray: Cluster, stranger: object) -> Iterator[ServiceProcess]:
     made = ServiceProcess(home=ray.home, pool="ray", environment=ray.environment)
-    made.flags = ("--ray-address", ray.address, "--workers", "2", "--metrics-listen", "127.0.0.1:0")
+    made.flags = (
+        *("--ray-address", ray.address, "--workers", str(WORKERS)),
+        *("--metrics-listen", "127.0.0.1:0"),
+    )
     yield made.start()
     made.end()
 

@@ -20,6 +20,7 @@ from dataservice.sources.catalog import IndexedCatalog, find_index, require_same
 from dataservice.sources.checksum import sample_crc32
 from dataservice.sources.formats.registry import list_files, open_format
 from dataservice.sources.index import build_index
+from dataservice.sources.manifest import INDEX_VERSION
 from dataservice.sources.memory import MemoryCatalog
 from dataservice.sources.reader import SourceReader
 
@@ -433,7 +434,7 @@ def test_an_index_that_was_never_written_or_interrupted_is_refused(
     assert "source 'texts' has no complete index" in refusal(specs, index_dir)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 3}', "{"])
+@pytest.mark.parametrize("text", ["", "[]", f'{{"version": {INDEX_VERSION}}}', "{"])
 def test_a_damaged_manifest_is_refused(specs: list[SourceSpec], index_dir: str, text: str) -> None:
     (Path(index_dir) / "texts" / "manifest.json").write_text(text)
     assert "manifest.json is damaged" in refusal(specs, index_dir)
@@ -442,7 +443,7 @@ def test_a_damaged_manifest_is_refused(specs: list[SourceSpec], index_dir: str, 
 def test_a_manifest_of_another_version_is_refused(specs: list[SourceSpec], index_dir: str) -> None:
     (Path(index_dir) / "texts" / "manifest.json").write_text('{"version": 7}')
     message = refusal(specs, index_dir)
-    assert "has index version 7; this release reads version 3" in message
+    assert f"has index version 7; this release reads version {INDEX_VERSION}" in message
     assert "and their checkpoints, go on only with the release that made them" in message
 
 
