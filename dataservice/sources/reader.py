@@ -52,8 +52,9 @@ class SourceReader(SampleReader):
         raw = self._format(ref.source).read(ref.key_in_source, ref.location)
         if ref.crc32 is not None and (found := sample_crc32(raw)) != ref.crc32:
             raise SampleError(
-                f"the bytes of sample {ref.key!r} in {ref.location.file} changed since indexing: "
-                f"their checksum is {found:08x}, the index says {ref.crc32:08x}. {RESTORE}"
+                f"the bytes of sample {ref.key!r} in {ref.location.file}, or of a file that it "
+                f"names, changed since indexing: their checksum is {found:08x}, the index says "
+                f"{ref.crc32:08x}. {RESTORE}"
             )
         piece = ref.location.piece
         return replace(raw, key=ref.key, piece=piece) if piece else raw

@@ -36,6 +36,9 @@ def check(record, *kinds, unnamed=False, file="data/a.jsonl", **more):
         ("video_paths", [{"path": "a.mp4"}], "video"),
         ("img", {"bytes": "…", "path": None}, "image"),
         ("anything", "data:image/png;base64,AAAA", "image"),
+        ("file_path", "a.wav", "audio"),
+        ("media", ["a.mp4"], "video"),
+        ("attachments", [{"type": "image", "path": "a.png"}], "image"),
         ("b64", base64.b64encode(PNG).decode(), "image"),
     ],
 )
@@ -55,7 +58,8 @@ def test_media_under_a_key_that_nobody_reads_are_refused_by_name(key, value, kin
         {"audio_duration": 1.5, "speech": "Ladies and gentlemen", "video_title": "How to"},
         {"img_hash": "9f0d", "picture": "a picture of a cat", "photo": "", "images": [], "n": True},
         {"text": "x" * 500, "sha": "A" * 64, "embedding": "QUJD" * 60},
-        {"messages": [{"role": "user", "content": "see a.jpg"}], "meta": {"image": "a.jpg"}},
+        {"messages": [{"role": "user", "content": "see a.jpg"}], "meta": {"image_url": "a.jpg"}},
+        {"path": "src/logo.svg", "file": "report.pdf", "media": "print", "meta": {"images": 3}},
     ],
 )
 def test_metadata_of_ordinary_sets_are_let_alone(record):
@@ -100,6 +104,32 @@ def test_the_metadata_of_an_image_folder_name_its_files():
     check(record)
     with pytest.raises(SampleError, match="file_name"):
         check(record, file="train/metadata.jsonl")
+
+
+@pytest.mark.parametrize("meta", [{"images": ["a.png"]}, [{"n": 1}, {"images": ["a.png"]}]])
+def test_media_inside_an_object_are_refused_where_the_sample_has_none(meta):
+    record = {"text": "t", "meta": meta}
+    with pytest.raises(SampleError, match=r"key 'meta.images' names image .*'a.png'"):
+        check(record)
+    for ignored in ("meta", "meta.images"):
+        check(record, ignore=(ignored,))
+    check(record, "image")
+    check(record, image_column="meta.images")
+
+
+def test_the_remedy_names_the_key_as_a_column_where_that_is_possible():
+    for record, column in (
+        ({"file_name": "a.png"}, "file_name"),
+        ({"meta": {"image": "a.png"}}, "meta.image"),
+    ):
+        with pytest.raises(SampleError, match=rf"columns: {{image: '{column}'}}"):
+            check({**record, "text": "t"}, file="train/metadata.jsonl")
+    for unnamed, record in (
+        (True, {"img": "a.png"}),
+        (False, {"messages": [{"role": "user", "img": "a.png"}]}),
+    ):
+        with pytest.raises(SampleError, match=r"Put its path under 'image'"):
+            check(record, unnamed=unnamed)
 
 
 def test_a_source_with_an_image_column_of_its_choice_has_chosen():

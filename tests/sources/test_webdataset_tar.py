@@ -196,6 +196,34 @@ def test_what_an_image_cannot_be_decoded_from_is_refused_by_name_and_not_trained
             image_size(blob, DEFAULT_LIMITS)
 
 
+@pytest.mark.parametrize("first", ["png", "txt"])
+def test_a_tar_whose_texts_and_media_lie_apart_is_refused_and_not_trained_without_media(
+    tmp_path: Path, spec: Spec, write_tar: WriteTar, first: str
+) -> None:
+    suffixes = sorted(("png", "txt"), key=lambda suffix: suffix != first)
+    members = [(f"{k}.{suffix}", b"x") for suffix in suffixes for k in range(3)]
+    with pytest.raises(SourceError, match=r"the text of key '0' and its media at two places"):
+        scan(spec(write_tar(tmp_path / "a.tar", members), "webdataset"))
+    alike = [("0.txt", b"x"), ("1.txt", b"x"), ("0.txt", b"x")]
+    assert len(scan(spec(write_tar(tmp_path / "b.tar", alike), "webdataset"))) == 3
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [("tga", "image"), ("exr", "image"), ("ac3", "audio")])
+def test_members_of_rare_kinds_are_media_too(
+    tmp_path: Path, spec: Spec, write_tar: WriteTar, suffix: str, kind: str
+) -> None:
+    members = [("0.txt", b"a cat"), (f"0.{suffix}", bytes(40))]
+    (sample,) = scan(spec(write_tar(tmp_path / "a.tar", members), "webdataset"))
+    assert [blob.kind for blob in good(sample).media] == [kind]
+
+
+def test_a_text_has_no_byte_order_mark(tmp_path: Path, spec: Spec, write_tar: WriteTar) -> None:
+    (sample,) = scan(
+        spec(write_tar(tmp_path / "a.tar", [("0.txt", b"\xef\xbb\xbfa cat")]), "webdataset")
+    )
+    assert good(sample).record == {"text": "a cat"}
+
+
 def test_members_that_nobody_reads_are_said_once_a_source(
     tmp_path: Path, spec: Spec, write_tar: WriteTar, caplog: pytest.LogCaptureFixture
 ) -> None:

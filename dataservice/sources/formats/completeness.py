@@ -1,10 +1,10 @@
 """Checks that a sample has all the media that its record names.
 
-A record may name media under keys that no format reads (`img`, `audio_filepath`), or name files
-that the sample does not have. Its text would then be trained without them, so the sample is
-refused, with the key in the message. So is one that says where in a recording or clip it begins and
-ends, which would be trained whole. A key that describes a medium of the sample (its `url`,
-`image_path`, `image_width`) is metadata.
+A record may name media under keys that no format reads (`img`, `audio_filepath`, `media`, `image`
+in an object), or name files that the sample does not have. Its text would then be trained without
+them, so the sample is refused, with the key in the message. So is one that says where in a
+recording or clip it begins and ends, which would be trained whole. A key that describes a medium of
+the sample (its `url`, `image_path`, `image_width`) is metadata.
 """
 
 import posixpath
@@ -18,6 +18,7 @@ from dataservice.core.sample import MediaBlob, MediaKind
 from dataservice.sources.formats.layout import TURNS
 from dataservice.sources.formats.media_names import (
     default_kind,
+    filed_kind,
     files_in,
     held_kind,
     mentioned_kind,
@@ -58,7 +59,24 @@ def require_all_media(
             spare[kind] -= files_in(value)
             lost |= spare[kind] < 0
         if lost:
-            raise _lost(key, value, kind, files[kind])
+            raise _lost(key, value, kind, files[kind], column=key in record and not unnamed)
+    for key, value in record.items():
+        if key not in spec.ignore and key not in TURNS:
+            _refuse_inner(spec, key, value, files, column=not unnamed)
+
+
+def _refuse_inner(
+    spec: SourceSpec, key: str, value: object, files: Mapping[MediaKind, int], *, column: bool
+) -> None:
+    """An object in a record, or a list of some, under this key: its `image` is what the sample
+    lacks, unless the job file says that it is not."""
+    for each in value if isinstance(value, list | tuple) else (value,):
+        for inner, named in each.items() if isinstance(each, Mapping) else ():
+            kind, path = default_kind(str(inner)), f"{key}.{inner}"
+            if kind is None or kind in spec.media_columns or path in spec.ignore:
+                continue
+            if not files.get(kind) and files_in(named):
+                raise _lost(path, named, kind, 0, column=column and each is value)
 
 
 def _refuse_segment(
@@ -95,14 +113,19 @@ def _named_kind(key: str, value: object, file: str) -> MediaKind | None:
         return kind
     if (kind := mentioned_kind(key)) is not None:
         return kind if files_in(value) else None
+    if (kind := filed_kind(key, value)) is not None:
+        return kind
     of_folder = posixpath.basename(file).startswith("metadata.") and key == _FOLDER_KEY
     return path_kind(value) if of_folder and isinstance(value, str) else None
 
 
-def _lost(key: str, value: object, kind: MediaKind, files: int) -> SampleError:
+def _lost(key: str, value: object, kind: MediaKind, files: int, *, column: bool) -> SampleError:
+    """`column`: whether the job file may say that the key is the column of this kind."""
+    name = quoted(key, 60)
+    columns = f"Write columns: {{{kind}: {name}}} in the source, or put" if column else "Put"
     return SampleError(
         f"key {quoted(key)} names {kind} {quoted(value, 80)}, which is not read: the sample has "
-        f"{files} {kind} file{'s' * (files != 1)}. Put its path under {kind!r} or {kind + 's'!r} "
-        f"(in a tar, its file beside the record), or write ignore: [{quoted(key, 60)}] in the "
+        f"{files} {kind} file{'s' * (files != 1)}. {columns} its path under {kind!r} or "
+        f"{kind + 's'!r} (in a tar, its file beside the record), or write ignore: [{name}] in the "
         "source if it is no part of the sample."
     )

@@ -70,9 +70,10 @@ def is_text(value: str) -> bool:
 
 
 def utf8_text(data: bytes, what: str) -> str:
-    """A text's bytes as text. Raises SampleError when they are not UTF-8."""
+    """A text's bytes as text, without a byte-order mark. Raises SampleError when they are not
+    UTF-8."""
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SampleError(f"{what} is not UTF-8 text ({error}). Write it in UTF-8.") from error
 

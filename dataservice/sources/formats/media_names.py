@@ -27,6 +27,18 @@ _LOOSE_WORDS: Mapping[MediaKind, str] = {
     "video": "clip clips movie movies",
     "audio": "sound sounds speech recording recordings voice",
 }
+# Names of these words alone count where their value names a file, as `file_path` and `media`.
+_FILE_WORDS = frozenset(
+    {"file", "files", "path", "paths", "filepath", "filepaths", "media", "medias"}
+    | {"visual", "visuals", "attachment", "attachments"}
+)
+# Of members of archives, which are nothing but media: codecs may read some of them. The others
+# are refused.
+_RARE_SUFFIXES: Mapping[MediaKind, str] = {
+    "image": "ppm pgm pbm pnm tga ico pcx dds qoi psd exr jpf",
+    "video": "mts vob m1v m2v asf",
+    "audio": "mp2 ac3 au mka weba",
+}
 # Beside a word for media, these say that the value is the file itself: `image_bytes`,
 # `raw_audio_data`.
 _HOLDERS = frozenset(
@@ -45,6 +57,7 @@ def _kinds(*tables: Mapping[MediaKind, str]) -> dict[str, MediaKind]:
 
 _KIND_OF_SUFFIX = _kinds(_SUFFIXES)
 _KIND_OF_MEMBER = _kinds(_SUFFIXES, _PLAIN_WORDS)
+_KIND_OF_RARE_SUFFIX = _kinds(_RARE_SUFFIXES)
 _KIND_OF_LOOSE_WORD = _kinds(_SUFFIXES, _PLAIN_WORDS, _LOOSE_WORDS)
 _KIND_OF_DEFAULT: Mapping[str, MediaKind] = {
     name: kind for kind in KINDS for name in (kind, f"{kind}s")
@@ -58,7 +71,8 @@ def extension(name: str) -> str:
 
 def media_kind(name: str) -> MediaKind | None:
     """Kind of an archive's member by its suffix (`.jpg`, `.image`); None for any other suffix."""
-    return _KIND_OF_MEMBER.get(extension(name))
+    suffix = extension(name)
+    return _KIND_OF_MEMBER.get(suffix) or _KIND_OF_RARE_SUFFIX.get(suffix)
 
 
 def default_kind(name: str) -> MediaKind | None:
@@ -84,6 +98,24 @@ def naming_kind(name: str) -> MediaKind | None:
 def mentioned_kind(name: str) -> MediaKind | None:
     """Kind of the first word for media in a name: `image_path`, `local_audio`, `wavFile`."""
     return next((kind for w in _words(name) if (kind := _KIND_OF_LOOSE_WORD.get(w))), None)
+
+
+def filed_kind(name: str, value: object) -> MediaKind | None:
+    """Kind of the first file of media that a key's value names, where the key says that it names
+    files, of whatever kind: `file_path`, `media`, `attachments`."""
+    words = _words(name)
+    return first_path_kind(value) if words and _FILE_WORDS.issuperset(words) else None
+
+
+def first_path_kind(value: object) -> MediaKind | None:
+    """Kind of the first file that a record's value names, by its suffix; None where it names
+    none."""
+    if isinstance(value, str):
+        return path_kind(value) if _is_path(value) else None
+    if isinstance(value, Mapping):
+        value = [value.get(field) for field in _FILE_FIELDS]
+    inner = value if isinstance(value, list | tuple) else ()
+    return next((kind for each in inner if (kind := first_path_kind(each))), None)
 
 
 def files_in(value: object) -> int:

@@ -75,6 +75,24 @@ class _Group:
     problem: str = ""
 
 
+class _Halves:
+    """Keys of samples that have only media, and of those that have only text, by their hashes: in a
+    tar whose members are not in the order of their keys, one sample is taken for two."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[set[int], set[int]] = (set(), set())
+
+    def other_was_seen(self, group: _Group) -> bool:
+        """Whether the tar had what this group lacks of its sample; the group is seen from now
+        on."""
+        texts = sum(extension(span.name) in _TEXTS | _JSONS for span in group.spans)
+        if not group.spans or 0 < texts < len(group.spans):
+            return False
+        key, mine = hash(group.key), int(texts > 0)
+        self._seen[mine].add(key)
+        return key in self._seen[1 - mine]
+
+
 class _HeaderStream:
     """The stream from which `tarfile` reads headers; the file itself states their sizes.
 
@@ -129,6 +147,7 @@ class WebDatasetTar(FileFormat):
         with self._storage.open(file.path) as stream:
             self._refuse_compressed(stream, file)
             group: _Group | None = None
+            halves = _Halves()
             unread: Counter[str] = Counter()
             behind_bytes = 0
             for member in self._members(stream, file):
@@ -139,12 +158,14 @@ class WebDatasetTar(FileFormat):
                     continue
                 if group is None or group.key != name[0]:
                     if group is not None and (group.spans or group.problem):
+                        self._refuse_halves(halves, group, file)
                         yield self._scanned(group, file, behind_bytes)
                     group = _Group(key=name[0])
                 if self._is_wanted(member, name[1], stream, unread):
                     self._add(group, member, stream)
                 behind_bytes = member.offset_data + member.size
             if group is not None and (group.spans or group.problem):
+                self._refuse_halves(halves, group, file)
                 yield self._scanned(group, file, behind_bytes)
             self._say_unread(unread, file)
 
@@ -170,6 +191,14 @@ class WebDatasetTar(FileFormat):
             behind_bytes=behind_bytes,
         )
 
+    def _refuse_halves(self, halves: _Halves, group: _Group, file: SourceFile) -> None:
+        if halves.other_was_seen(group):
+            raise SourceError(
+                f"{self._owner}: {file.path} has the text of key {quoted(group.key)} and its media "
+                "at two places, and would train the text without them. Write the members of each "
+                "key as neighbours, as `tar --sort=name` does."
+            )
+
     def _assemble(
         self, key: str, file: str, spans: Sequence[ByteSpan], blobs: Sequence[bytes]
     ) -> RawSample:
@@ -193,7 +222,8 @@ class WebDatasetTar(FileFormat):
         if len(texts) > 1:
             raise SampleError(
                 f"the sample has {len(texts)} texts, {quoted(sorted(texts))}, and trains one. Name "
-                "the suffixes of the others under ignore in the source."
+                "the suffixes of the others under ignore in the source; if they are of several "
+                "samples, rename the members: a key ends at the first dot of its name."
             )
         for ignored in self._spec.ignore:
             record.pop(ignored, None)
