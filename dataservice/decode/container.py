@@ -61,8 +61,8 @@ def opened(blob: MediaBlob, limits: DecodeLimits) -> Iterator[InputContainer]:
         text = str(error) or type(error).__name__
         raise SampleError(
             f"{blob.kind} {blob.name!r} ({len(blob.data):,} bytes) cannot be read: {text}. "
-            "The file is damaged or truncated; replace it or leave the sample out. Readable are "
-            f"{FORMATS.replace(',', ', ')}."
+            "The file is damaged, truncated or of a kind that is not read; replace it or leave the "
+            f"sample out. Readable are {FORMATS.replace(',', ', ')}."
         ) from error
 
 

@@ -56,6 +56,7 @@ _PIXEL_BYTES = 4  # in Pillow's memory
 BLOCK_BYTES = 16 * 2**20  # Pillow gives a larger picture several blocks of memory
 _COPIED_ROWS = 128
 _SWAPS_SIDES = frozenset({5, 6, 7, 8})
+_WITHOUT_WHITE = frozenset({"F", "I"})  # numbers of 32 bits, which Pillow clips to 0..255
 
 
 def image_size(blob: MediaBlob, limits: DecodeLimits) -> tuple[int, int]:
@@ -213,6 +214,11 @@ def _check_header(image: Image.Image, blob: MediaBlob, limits: DecodeLimits) -> 
     what = f"image {blob.name!r}"
     limits.check("max_image_pixels", image.width * image.height, f"{what}: pixels")
     limits.check("max_image_side", max(image.size), f"{what}: the longer side")
+    if image.mode in _WITHOUT_WHITE:
+        raise SampleError(
+            f"{what} has pixels of 32 bits, and does not say which of them is white: all may come "
+            "out black. Write it with 8 or 16 bits a channel, or leave the sample out."
+        )
     if isinstance(image, JpegImagePlugin.JpegImageFile) and not _has_one_scan(image, blob.data):
         # Each scan of a progressive JPEG decodes the whole picture again, and takes only a few
         # bytes of file.

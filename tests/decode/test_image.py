@@ -8,6 +8,7 @@ from PIL import Image
 
 from dataservice.core.errors import SampleError
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
+from dataservice.core.sample import MediaBlob
 from dataservice.decode import image as image_module
 from dataservice.decode.image import cut_views, decode_image, image_size
 from dataservice.decode.processors.base import View, VisionPlan
@@ -118,3 +119,12 @@ def test_the_tiles_of_all_views_are_made_in_the_place_given_for_them(files):
         for view in plan.views
     ]
     assert (place == np.concatenate(alone)).all()
+
+
+@pytest.mark.parametrize("pixels", [np.full((8, 8), 0.5, np.float32), np.full((8, 8), 70_000)])
+def test_numbers_that_do_not_say_what_white_is_are_refused_and_not_shown_black(pixels):
+    stored = io.BytesIO()
+    Image.fromarray(pixels.astype(pixels.dtype.str.replace("8", "4"))).save(stored, "TIFF")
+    blob = MediaBlob(kind="image", name="depth.tif", data=stored.getvalue())
+    with pytest.raises(SampleError, match="'depth.tif' has pixels of 32 bits"):
+        image_size(blob, DEFAULT_LIMITS)

@@ -352,7 +352,7 @@ def test_samples_that_are_bad_when_indexed_are_left_out_by_name(job):
         stream.write("{broken\n")
     said = job.index().said
     says(said, "images: left out 1 × image 'image-00.jpg'", "no header of a known format")
-    says(said, "clips: left out 1 × video 'clip-1.mp4'", "damaged or truncated; replace it")
+    says(said, "clips: left out 1 × video 'clip-1.mp4'", "damaged, truncated or of a kind")
     says(said, "texts: left out 1 × ", "is not valid JSON")
     listed = json.loads(job.cli.ok("index", job.file, "--json").out)
     assert [(each["rows"], len(each["skipped"])) for each in listed] == [
