@@ -126,5 +126,5 @@ def test_numbers_that_do_not_say_what_white_is_are_refused_and_not_shown_black(p
     stored = io.BytesIO()
     Image.fromarray(pixels.astype(pixels.dtype.str.replace("8", "4"))).save(stored, "TIFF")
     blob = MediaBlob(kind="image", name="depth.tif", data=stored.getvalue())
-    with pytest.raises(SampleError, match="'depth.tif' has pixels of 32 bits"):
+    with pytest.raises(SampleError, match=r"'depth.tif' has pixels of 32 bits"):
         image_size(blob, DEFAULT_LIMITS)
