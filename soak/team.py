@@ -97,7 +97,7 @@ class Team:
         except ServiceError:
             return None
         return Progress(
-            jobs=len(self.results),
+            job=training.job,
             attempt=status.attempt,
             step=status.committed_step,
             start_step=launch.start_step,
@@ -178,9 +178,9 @@ class Team:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """A team's progress: finished jobs, and the committed step of the current job's attempt."""
+    """A team's progress: the committed step of a job's attempt, which began at `start_step`."""
 
-    jobs: int
+    job: str
     attempt: int
     step: int
     start_step: int
@@ -191,6 +191,6 @@ class Progress:
 
     def steps_since(self, before: "Progress") -> int:
         """Number of steps committed since `before`."""
-        if (self.jobs, self.attempt) == (before.jobs, before.attempt):
+        if (self.job, self.attempt) == (before.job, before.attempt):
             return self.step - before.step
         return max(0, self.step - self.start_step + 1)

@@ -6,6 +6,7 @@ import pytest
 
 from soak.chaos import KINDS, draw
 from soak.run import SoakOptions, soak
+from soak.team import Progress
 
 KILLS = 6
 
@@ -29,3 +30,13 @@ def test_the_same_seed_draws_the_same_faults():
     ]
     assert drawn[0] == drawn[1]
     assert set(drawn[0]) <= set(KINDS)
+
+
+def test_the_steps_of_a_job_count_whatever_step_the_job_before_it_ended_at():
+    before, begun, later = (
+        Progress(job=job, attempt=1, step=step, start_step=0)
+        for job, step in (("vision-003", 23), ("vision-004", 0), ("vision-004", 5))
+    )
+    assert begun.steps_since(before) == 1
+    assert later.steps_since(begun) == 5
+    assert not begun.beyond(begun)
