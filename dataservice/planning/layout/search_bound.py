@@ -20,7 +20,7 @@ import numpy as np
 from dataservice.core.cost import ContextCost
 from dataservice.planning.layout.gradients import whole_gradients_s
 from dataservice.planning.layout.microbatches import batch_work
-from dataservice.planning.layout.profile import Floats, LayerProfile
+from dataservice.planning.layout.profile import Floats, LayerProfile, LayerWork
 from dataservice.planning.layout.replica import Parallel, decoding, ring_seconds
 from dataservice.planning.layout.search_shapes import parallels
 from dataservice.planning.layout.stage_anchor import anchor_split
@@ -30,8 +30,9 @@ from dataservice.planning.layout.task import LayoutTask
 
 def least_step_s(task: LayoutTask, profiles: Mapping[int, LayerProfile]) -> float:
     """Mean over the batches. Infinite where no shape has room for its states."""
-    priced = {ranks: _priced(task, profile) for ranks, profile in profiles.items()}
-    computing_s = _computing_s(task)
+    batches = batch_work(task.batches, task.model.module_names)
+    priced = {ranks: _priced(batches, profile) for ranks, profile in profiles.items()}
+    computing_s = _computing_s(task, batches)
     busiest: dict[tuple[int, int, int, bool], float] = {}
     found = [np.inf]
     for parallel in parallels(task):
@@ -62,9 +63,8 @@ class _Priced(NamedTuple):
     of_stages: Floats
 
 
-def _priced(task: LayoutTask, profile: LayerProfile) -> _Priced:
-    whole = batch_work(task.batches, task.model.module_names)
-    tokens, squares = (each.mean(axis=0) for each in whole.columns(profile.modules))
+def _priced(batches: LayerWork, profile: LayerProfile) -> _Priced:
+    tokens, squares = (each.mean(axis=0) for each in batches.columns(profile.modules))
     token_s = (profile.forward.token_s + profile.backward.token_s) * tokens
     square_s = (profile.forward.square_s + profile.backward.square_s) * squares
     most_s = token_s + np.maximum(profile.forward.token_s, profile.again.token_s) * tokens
@@ -76,14 +76,14 @@ def _priced(task: LayoutTask, profile: LayerProfile) -> _Priced:
     return _Priced(token_s + square_s, of_stages)
 
 
-def _computing_s(task: LayoutTask) -> dict[int, float]:
+def _computing_s(task: LayoutTask, batches: LayerWork) -> dict[int, float]:
     """What the GPUs of so many tensor-parallel ranks compute of a mean batch, by those ranks,
     without what they exchange; encoders over as few of them as suits best."""
     found: dict[int, float] = {}
     encoding_s = np.inf  # of one GPU
     for ranks in sorted(task.tensor_ranks):
         profile = task.profile(ranks, linkless=True)
-        seconds, decodes = _priced(task, profile).seconds, decoding(profile)
+        seconds, decodes = _priced(batches, profile).seconds, decoding(profile)
         encoding_s = min(encoding_s, ranks * float(seconds[~decodes].sum()))
         found[ranks] = float(seconds[decodes].sum()) + encoding_s / ranks
     return found

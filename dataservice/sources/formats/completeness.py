@@ -66,7 +66,7 @@ def require_all_media(
 
 
 def _refuse_inner(
-    spec: SourceSpec, key: str, value: object, files: Mapping[MediaKind, int], *, column: bool
+    spec: SourceSpec, key: str, value: object, files: Counter[MediaKind], *, column: bool
 ) -> None:
     """An object in a record, or a list of some, under this key: its `image` is what the sample
     lacks, unless the job file says that it is not."""
@@ -75,7 +75,7 @@ def _refuse_inner(
             kind, path = default_kind(str(inner)), f"{key}.{inner}"
             if kind is None or kind in spec.media_columns or path in spec.ignore:
                 continue
-            if not files.get(kind) and files_in(named):
+            if not files[kind] and files_in(named):
                 raise _lost(path, named, kind, 0, column=column and each is value)
 
 

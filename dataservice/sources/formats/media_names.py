@@ -32,8 +32,8 @@ _FILE_WORDS = frozenset(
     {"file", "files", "path", "paths", "filepath", "filepaths", "media", "medias"}
     | {"visual", "visuals", "attachment", "attachments"}
 )
-# Of members of archives, which are nothing but media: codecs may read some of them. The others
-# are refused.
+# Of members of archives alone, where a suffix is no word of a key. Codecs read some of them, and
+# the others are refused for what they are.
 _RARE_SUFFIXES: Mapping[MediaKind, str] = {
     "image": "ppm pgm pbm pnm tga ico pcx dds qoi psd exr jpf",
     "video": "mts vob m1v m2v asf",
@@ -103,11 +103,12 @@ def mentioned_kind(name: str) -> MediaKind | None:
 def filed_kind(name: str, value: object) -> MediaKind | None:
     """Kind of the first file of media that a key's value names, where the key says that it names
     files, of whatever kind: `file_path`, `media`, `attachments`."""
-    words = _words(name)
-    return first_path_kind(value) if words and _FILE_WORDS.issuperset(words) else None
+    kind = _first_path_kind(value)  # most values name none, which is quick to tell
+    words = _words(name) if kind is not None else []
+    return kind if words and _FILE_WORDS.issuperset(words) else None
 
 
-def first_path_kind(value: object) -> MediaKind | None:
+def _first_path_kind(value: object) -> MediaKind | None:
     """Kind of the first file that a record's value names, by its suffix; None where it names
     none."""
     if isinstance(value, str):
@@ -115,7 +116,7 @@ def first_path_kind(value: object) -> MediaKind | None:
     if isinstance(value, Mapping):
         value = [value.get(field) for field in _FILE_FIELDS]
     inner = value if isinstance(value, list | tuple) else ()
-    return next((kind for each in inner if (kind := first_path_kind(each))), None)
+    return next((kind for each in inner if (kind := _first_path_kind(each))), None)
 
 
 def files_in(value: object) -> int:

@@ -157,16 +157,12 @@ class WebDatasetTar(FileFormat):
                         yield self._scanned(lost, file, behind_bytes)
                     continue
                 if group is None or group.key != name[0]:
-                    if group is not None and (group.spans or group.problem):
-                        self._refuse_halves(halves, group, file)
-                        yield self._scanned(group, file, behind_bytes)
+                    yield from self._ended(group, halves, file, behind_bytes)
                     group = _Group(key=name[0])
                 if self._is_wanted(member, name[1], stream, unread):
                     self._add(group, member, stream)
                 behind_bytes = member.offset_data + member.size
-            if group is not None and (group.spans or group.problem):
-                self._refuse_halves(halves, group, file)
-                yield self._scanned(group, file, behind_bytes)
+            yield from self._ended(group, halves, file, behind_bytes)
             self._say_unread(unread, file)
 
     def read(self, key: str, location: SampleLocation) -> RawSample:
@@ -175,6 +171,21 @@ class WebDatasetTar(FileFormat):
         self._check_sample_size(len(location.spans), size_bytes)
         blobs = self._storage.read_spans(location.file, location.spans)
         return self._assemble(key, location.file, location.spans, blobs)
+
+    def _ended(
+        self, group: _Group | None, halves: _Halves, file: SourceFile, behind_bytes: int
+    ) -> Iterator[ScannedSample]:
+        """The sample of a group, behind which another key or the tar's end comes; none where none
+        of its members is read. Raises SourceError where the rest of the sample is elsewhere."""
+        if group is None or not (group.spans or group.problem):
+            return
+        if halves.other_was_seen(group):
+            raise SourceError(
+                f"{self._owner}: {file.path} has the text of key {quoted(group.key)} and its media "
+                "at two places, and would train the text without them. Write the members of each "
+                "key as neighbours, as `tar --sort=name` does."
+            )
+        yield self._scanned(group, file, behind_bytes)
 
     def _scanned(self, group: _Group, file: SourceFile, behind_bytes: int) -> ScannedSample:
         raw: RawSample | SampleError
@@ -190,14 +201,6 @@ class WebDatasetTar(FileFormat):
             raw=raw,
             behind_bytes=behind_bytes,
         )
-
-    def _refuse_halves(self, halves: _Halves, group: _Group, file: SourceFile) -> None:
-        if halves.other_was_seen(group):
-            raise SourceError(
-                f"{self._owner}: {file.path} has the text of key {quoted(group.key)} and its media "
-                "at two places, and would train the text without them. Write the members of each "
-                "key as neighbours, as `tar --sort=name` does."
-            )
 
     def _assemble(
         self, key: str, file: str, spans: Sequence[ByteSpan], blobs: Sequence[bytes]
