@@ -1,14 +1,18 @@
 """Media that a record speaks of and nobody reads; and metadata, which is let alone."""
 
 import base64
+import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dataservice.core.errors import SampleError
-from dataservice.core.job import SourceSpec
+from dataservice.core.job import ColumnMap, SourceSpec
 from dataservice.core.sample import MediaBlob
-from dataservice.sources.formats.completeness import require_all_media
+from dataservice.sources.formats.completeness import UnreadFiles, require_all_media
 from tests.decode.files import Files
+from tests.sources.support import scan
 
 PNG = Files.image(8, 8, "PNG")
 
@@ -64,6 +68,55 @@ def test_media_under_a_key_that_nobody_reads_are_refused_by_name(key, value, kin
 )
 def test_metadata_of_ordinary_sets_are_let_alone(record):
     check(record)
+
+
+def said(caplog, *records, kinds=(), unnamed=False, **more):
+    """What is said of records of a source, one after another."""
+    unread = UnreadFiles(SourceSpec(name="s", url="u", format="jsonl", **more))
+    media = [MediaBlob(kind=kind, name="x", data=b"x") for kind in kinds]
+    caplog.clear()
+    for record in records:
+        unread.look(record, media, file="data/a.jsonl", unnamed=unnamed)
+    return caplog.messages
+
+
+@pytest.mark.parametrize("value", ["a.jpg", ["a.jpg"], {"src": "a.jpg"}, [{"path": "a.jpg"}]])
+def test_a_file_that_may_be_metadata_is_named_once_where_the_sample_has_none(caplog, value):
+    record = {"text": "see b.png", "id": "0001.jpg", "filename": value, "title": "A cat."}
+    (message,) = said(caplog, record, record)
+    assert "source 's': data/a.jsonl: key 'filename' names image" in message
+    assert "columns: {image: 'filename'}" in message
+    assert "ignore: ['filename']" in message
+    (message,) = said(caplog, record, unnamed=True)
+    assert "columns" not in message
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "webdataset"])
+def test_every_format_names_files_that_may_be_lost(tmp_path, caplog, spec, write_tar, format):
+    record = {"text": "t", "filename": "a.jpg"}
+    path = tmp_path / f"a.{format}"
+    if format == "jsonl":
+        path.write_text(json.dumps(record))
+    elif format == "parquet":
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    else:
+        write_tar(path, [("a.json", json.dumps(record).encode())])
+    (sample,) = scan(spec(path, format))
+    assert sample.raw.record["text"] == "t"
+    assert "key 'filename' names image" in caplog.text
+
+
+def test_no_file_is_named_that_describes_a_medium_or_is_no_part_of_the_sample(caplog):
+    record = {"text": "t", "filename": "a.jpg"}
+    assert not said(caplog, record, kinds=("image",))
+    assert said(caplog, record, kinds=("audio",))
+    assert not said(caplog, record, ignore=("filename",))
+    assert not said(caplog, record, image_column="picture")
+    assert not said(caplog, {"note": "as in a.jpg"}, columns=ColumnMap(text="note"))
+
+
+def test_records_with_a_key_for_every_file_do_not_fill_the_log(caplog):
+    assert 0 < len(said(caplog, *({f"k{n}": "a.jpg"} for n in range(100)))) < 10
 
 
 @pytest.mark.parametrize("kind", ["audio", "video"])

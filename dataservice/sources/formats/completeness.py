@@ -4,9 +4,11 @@ A record may name media under keys that no format reads (`img`, `audio_filepath`
 in an object), or name files that the sample does not have. Its text would then be trained without
 them, so the sample is refused, with the key in the message. So is one that says where in a
 recording or clip it begins and ends, which would be trained whole. A key that describes a medium of
-the sample (its `url`, `image_path`, `image_width`) is metadata.
+the sample (its `url`, `image_path`, `image_width`) is metadata. Any other key that names a file of a
+kind that the sample lacks (`filename`, `src`) may be metadata as well, and gets a warning.
 """
 
+import logging
 import posixpath
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +22,23 @@ from dataservice.sources.formats.media_names import (
     default_kind,
     filed_kind,
     files_in,
+    first_path_kind,
     held_kind,
     mentioned_kind,
     naming_kind,
     path_kind,
 )
 
+log = logging.getLogger(__name__)
+
 # In Hugging Face's folders of images and sounds, `metadata.jsonl` names a file for each record.
 _FOLDER_KEY = "file_name"
+# Texts that end as the name of a file does are texts, and a sample's name is its name.
+_TEXTS = frozenset(
+    {"text", "caption", "question", "problem", "answer", "system", "tools", *TURNS}
+    | {"id", "key", "__key__"}
+)
+_MOST_SAID = 8  # keys of a source, behind which a record may have a key for every file
 # Keys that say together where in a file a sample lies.
 _SEGMENTS = (("start", "end"), ("start_time", "end_time"), ("begin", "end"), ("offset", "duration"))
 
@@ -63,6 +74,41 @@ def require_all_media(
     for key, value in record.items():
         if key not in spec.ignore and key not in TURNS:
             _refuse_inner(spec, key, value, files, column=not unnamed)
+
+
+class UnreadFiles:
+    """Says of a source's records, once for each key, that it names files which nobody reads."""
+
+    def __init__(self, spec: SourceSpec) -> None:
+        texts = {column.split(".")[0] for column in spec.columns.of_records.values()}
+        self._spec = spec
+        self._read = _TEXTS | texts | set(spec.ignore)
+        self._said: set[str] = set()
+
+    def look(
+        self,
+        record: Mapping[str, object],
+        media: Sequence[MediaBlob],
+        *,
+        file: str,
+        unnamed: bool = False,
+    ) -> None:
+        """Log a warning for keys of a complete sample that name files of a kind that it lacks;
+        arguments as for `require_all_media`."""
+        kinds = {blob.kind for blob in media} | set(self._spec.media_columns)
+        for key, value in record.items():
+            if key in self._read or key in self._said or len(self._said) >= _MOST_SAID:
+                continue
+            kind = first_path_kind(value)
+            if kind is None or kind in kinds:
+                continue
+            self._said.add(key)
+            log.warning(
+                "source %r: %s: key %s names %s %s, which is not read, and its sample has no %s. "
+                "%s, or write ignore: [%s] in the source if that is right",
+                *(self._spec.name, file, quoted(key), kind, quoted(value, 80), kind),
+                *(_remedy(key, kind, column=not unnamed), quoted(key, 60)),
+            )
 
 
 def _refuse_inner(
@@ -121,11 +167,17 @@ def _named_kind(key: str, value: object, file: str) -> MediaKind | None:
 
 def _lost(key: str, value: object, kind: MediaKind, files: int, *, column: bool) -> SampleError:
     """`column`: whether the job file may say that the key is the column of this kind."""
-    name = quoted(key, 60)
-    columns = f"Write columns: {{{kind}: {name}}} in the source, or put" if column else "Put"
     return SampleError(
         f"key {quoted(key)} names {kind} {quoted(value, 80)}, which is not read: the sample has "
-        f"{files} {kind} file{'s' * (files != 1)}. {columns} its path under {kind!r} or "
-        f"{kind + 's'!r} (in a tar, its file beside the record), or write ignore: [{name}] in the "
-        "source if it is no part of the sample."
+        f"{files} {kind} file{'s' * (files != 1)}. {_remedy(key, kind, column=column)}, or write "
+        f"ignore: [{quoted(key, 60)}] in the source if it is no part of the sample."
+    )
+
+
+def _remedy(key: str, kind: MediaKind, *, column: bool) -> str:
+    """How the files that a key names are read."""
+    columns = f"Write columns: {{{kind}: {quoted(key, 60)}}} in the source, or put"
+    return (
+        f"{columns if column else 'Put'} its path under {kind!r} or {kind + 's'!r} (in a tar, its "
+        "file beside the record)"
     )

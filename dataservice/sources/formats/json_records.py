@@ -3,15 +3,17 @@
 from collections.abc import Iterable, Iterator
 
 from dataservice.core.errors import SampleError, SourceError
+from dataservice.core.job import SourceSpec
+from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ByteSpan, RawSample, SampleLocation
-from dataservice.sources.formats.completeness import require_all_media
+from dataservice.sources.formats.completeness import UnreadFiles, require_all_media
 from dataservice.sources.formats.content import parse_record, record_key
 from dataservice.sources.formats.file_format import FileFormat
 from dataservice.sources.formats.layout import laid_out, loss_weight_of
 from dataservice.sources.formats.media_refs import media_keys, read_refs, refs_in, without_held
 from dataservice.sources.formats.protocol import ScannedSample
 from dataservice.sources.formats.signatures import signature_format
-from dataservice.sources.storage import SourceFile
+from dataservice.sources.storage import SourceFile, Storage
 
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
 _WIDE = (b"\xff\xfe", b"\xfe\xff")
@@ -19,6 +21,10 @@ _WIDE = (b"\xff\xfe", b"\xfe\xff")
 
 class JsonRecords(FileFormat):
     """The records of one source, whose media are files that they name."""
+
+    def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
+        super().__init__(spec, storage, limits)
+        self._unread = UnreadFiles(spec)
 
     def require_plain(self, head: bytes, file: SourceFile) -> None:
         """Raises SourceError where a file begins as a compressed one does, as UTF-16, or as one
@@ -81,6 +87,7 @@ class JsonRecords(FileFormat):
         read = media_keys(self._spec)
         unread = {name: value for name, value in record.items() if name not in read}
         require_all_media(self._spec, unread, media, file=file)
+        self._unread.look(unread, media, file=file)
         return RawSample(
             key=key,
             record=without_held(laid, refs),

@@ -103,12 +103,12 @@ def mentioned_kind(name: str) -> MediaKind | None:
 def filed_kind(name: str, value: object) -> MediaKind | None:
     """Kind of the first file of media that a key's value names, where the key says that it names
     files, of whatever kind: `file_path`, `media`, `attachments`."""
-    kind = _first_path_kind(value)  # most values name none, which is quick to tell
+    kind = first_path_kind(value)  # most values name none, which is quick to tell
     words = _words(name) if kind is not None else []
     return kind if words and _FILE_WORDS.issuperset(words) else None
 
 
-def _first_path_kind(value: object) -> MediaKind | None:
+def first_path_kind(value: object) -> MediaKind | None:
     """Kind of the first file that a record's value names, by its suffix; None where it names
     none."""
     if isinstance(value, str):
@@ -116,7 +116,7 @@ def _first_path_kind(value: object) -> MediaKind | None:
     if isinstance(value, Mapping):
         value = [value.get(field) for field in _FILE_FIELDS]
     inner = value if isinstance(value, list | tuple) else ()
-    return next((kind for each in inner if (kind := _first_path_kind(each))), None)
+    return next((kind for each in inner if (kind := first_path_kind(each))), None)
 
 
 def files_in(value: object) -> int:
