@@ -131,7 +131,8 @@ def compose_step(
     held = None if room is None else room.of_all(lengths)
     options = beside_encoders(lengths, held, topology, whole)
     effort = Effort(bound.given())
-    given = _Given(lengths, units, topology, limits, room, effort)
+    eta = full_attention(lengths, options.full_attention)
+    given = _Given(lengths, units, eta, topology, limits, room, effort)
     own = _Waves(given, _Variant(options=(options,)))
     packed, found = own.packed, own.with_room
     waves_s = found.lower_bound_s
@@ -139,10 +140,10 @@ def compose_step(
         waves_s = bound_in_bytes(lengths, held, topology, whole, waves_s)
         found = replace(found, lower_bound_s=waves_s)
     elif packed.restricts:  # no bound of all plans is that of these packs or degrees
-        waves_s = bound_in_tokens(lengths, packed.full_attention, topology, whole)
+        waves_s = bound_in_tokens(lengths, eta, topology, whole)
     best = first = _composed(samples, units, step, packed, found)
     bound_s = bound.given(waves_s)
-    static = StaticBounds(lengths, packed.full_attention, topology, units, room)
+    static = StaticBounds(lengths, eta, topology, units, room)
 
     def composing_s(waves: int) -> float:
         pieces = None if held is None else held.pieces
@@ -188,8 +189,10 @@ def compose_step(
         except NoRoomError:
             continue  # at one degree for all, items may have room nowhere
         for other in rival.options:
-            least = bound.as_formed if room is None and _stays_as_formed(other) else bound.of
-            if least(found) >= best.time.total_s:
+            if bound.of(found) >= best.time.total_s:
+                continue
+            as_formed = room is None and _stays_as_formed(other)
+            if as_formed and bound.as_formed(found) >= best.time.total_s:
                 continue
             if rival.due and other == rival.options[0]:
                 effort.take(more_s)
@@ -264,11 +267,13 @@ class _Composed:
 
 class _Given(NamedTuple):
     """What all variants of a plan have in common: `units` int32[m] of the items, None where they
-    are whole; the `room` that these share with the decoder, None where they need none; and the
-    `effort` that forming waves is counted in."""
+    are whole; `eta` float64[n], None where all attention is causal; the `room` that items share
+    with the decoder, None where they need none; and the `effort` that forming waves is counted
+    in."""
 
     lengths: LengthTable
     units: NDArray[np.int32] | None
+    eta: NDArray[np.float64] | None
     topology: Topology
     limits: IsfLimits | None
     room: EncoderRoom | None
@@ -284,7 +289,7 @@ class _Waves:
     @cached_property
     def packed(self) -> PackedStep:
         """The packs alone."""
-        return self._packed(self._given.lengths, self._options)
+        return self._packed(self._given.lengths, self._given.eta, self._options)
 
     @cached_property
     def formed(self) -> ContextWaves:
@@ -318,7 +323,8 @@ class _Waves:
             return found
 
         def group(some: LengthTable, fewer: PlanOptions) -> tuple[ContextPlan, ...]:
-            return group_packs(self._packed(some, fewer)).waves
+            eta = full_attention(some, fewer.full_attention)
+            return group_packs(self._packed(some, eta, fewer)).waves
 
         return replace(
             found, waves=waves_in_room(lengths, units, self.packed, found.waves, room, group)
@@ -337,7 +343,9 @@ class _Waves:
             yield from map(bound.given, static.of_packs(degree, options, least.spread_s))
             yield bound.of(self.formed)
 
-    def _packed(self, lengths: LengthTable, options: PlanOptions) -> PackedStep:
+    def _packed(
+        self, lengths: LengthTable, eta: NDArray[np.float64] | None, options: PlanOptions
+    ) -> PackedStep:
         """What the group stage is given."""
         topology, limits = self._given.topology, self._given.limits
         degree = static_degree(lengths, topology.replicas, options)
@@ -351,7 +359,7 @@ class _Waves:
             topology=topology,
             options=options,
             effort=self._given.effort,
-            full_attention=full_attention(lengths, options.full_attention),
+            full_attention=eta,
         )
 
 

@@ -39,6 +39,7 @@ class StepBound:
         self._meet = topology.replicas_meet == "wave"
         self._decoder_s = self._longest_s = 0.0
         self._encoders_s = [0.0 for _ in Modality]
+        self._present = np.zeros(0, np.int64)
         self._parts = _parts_of_stages(topology)
         if len(lengths) == 0:
             return
@@ -47,6 +48,7 @@ class StepBound:
         if self._meet:
             self._decoder_s = max(self._decoder_s, alone_s)
         items_s = _items(lengths, options.cost, units)
+        self._present = np.flatnonzero([items is not None for items in items_s])
         self._encoders_s = [
             _encoder(items, m, topology, options.cost, self._meet)
             for m, items in zip(Modality, items_s, strict=True)
@@ -79,7 +81,7 @@ class StepBound:
         wave encodes, or the busiest replica of all. O(n + packs)."""
         topology, modalities = self._topology, len(Modality)
         slowest = np.zeros((len(waves.waves), modalities))
-        busy = np.zeros((1 + modalities, topology.replicas))
+        busy = np.zeros((1 + modalities, 0 if self._meet else topology.replicas))
         for wave, of_wave in zip(waves.waves, slowest, strict=True):
             _add_groups(
                 wave.samples,
@@ -87,6 +89,7 @@ class StepBound:
                 wave.ranks,
                 wave.rank_offsets,
                 wave.time_s,
+                self._present,
                 self._item_seconds,
                 of_wave,
                 busy,
@@ -105,7 +108,7 @@ class StepBound:
 
     @cached_property
     def _item_seconds(self) -> NDArray[np.float64]:
-        """What encoding the items of each sample takes: float64[n, modalities]."""
+        """What encoding the items of each sample takes: float64[modalities, n]."""
         lengths, cost = self._lengths, self._cost
         return _sample_item_seconds(
             lengths.item_offsets,
@@ -217,12 +220,12 @@ def _sample_item_seconds(
     encoders: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Of items as `units_seconds` has them; `encoders` float64[M, 3] are the coefficients."""
-    seconds = np.zeros((item_offsets.size - 1, encoders.shape[0]))
+    seconds = np.zeros((encoders.shape[0], item_offsets.size - 1))
     for sample in range(item_offsets.size - 1):
         for item in range(item_offsets[sample], item_offsets[sample + 1]):
             count = units[item] if units.size else 1
             of_unit, fixed = units_seconds(tokens[item], count, encoders[modality[item]])
-            seconds[sample, modality[item]] += of_unit * count + fixed
+            seconds[modality[item], sample] += of_unit * count + fixed
     return seconds
 
 
@@ -233,26 +236,29 @@ def _add_groups(
     ranks: NDArray[np.int32],
     rank_offsets: NDArray[np.int64],
     time_s: NDArray[np.float64],
+    present: NDArray[np.int64],
     item_seconds: NDArray[np.float64],
     slowest: NDArray[np.float64],
     busy: NDArray[np.float64],
 ) -> None:
-    """What a wave's groups encode of their own items, spread evenly over their replicas: the most
-    of any to `slowest` float64[M], and beside their decoding to `busy` float64[1 + M, N]."""
-    encoding = np.empty(slowest.size)
-    for group in range(time_s.size):
-        encoding[:] = 0.0
-        for place in range(sample_offsets[group], sample_offsets[group + 1]):
-            for modality in range(encoding.size):
-                encoding[modality] += item_seconds[samples[place], modality]
-        first, end = rank_offsets[group], rank_offsets[group + 1]
-        for modality in range(encoding.size):
-            encoding[modality] /= end - first
-            slowest[modality] = max(slowest[modality], encoding[modality])
-        for place in range(first, end):
+    """What a wave's groups encode of their own items of the modalities `present`, spread evenly
+    over their replicas: the most of any to `slowest` float64[M], and beside their decoding to
+    `busy` float64[1 + M, N], unless that is empty."""
+    counts_busy = busy.size > 0
+    for group in range(time_s.size if counts_busy else 0):
+        for place in range(rank_offsets[group], rank_offsets[group + 1]):
             busy[0, ranks[place]] += time_s[group]
-            for modality in range(encoding.size):
-                busy[1 + modality, ranks[place]] += encoding[modality]
+    for modality in present:
+        of_sample = item_seconds[modality]
+        for group in range(time_s.size):
+            encoding = 0.0
+            for place in range(sample_offsets[group], sample_offsets[group + 1]):
+                encoding += of_sample[samples[place]]
+            first, end = rank_offsets[group], rank_offsets[group + 1]
+            encoding /= end - first
+            slowest[modality] = max(slowest[modality], encoding)
+            for place in range(first, end if counts_busy else first):
+                busy[1 + modality, ranks[place]] += encoding
 
 
 def _encoder(

@@ -8,6 +8,7 @@ waits until the others are placed and then takes what is left, crossing nodes.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,15 +73,18 @@ def _place(
     crosses = degrees > ranks_per_node
     ends = offsets[:-1].copy()  # where each group's next rank is written
     left = degrees.copy()
+    wider = order.size  # groups up to the last that is wider than one rank; most waves have few
+    while wider > 0 and degrees[order[wider - 1]] == 1:
+        wider -= 1
     whole = 0
-    for group in order:
+    for group in order[:wider]:
         while left[group] >= ranks_per_node and whole < nodes and free[whole] == ranks_per_node:
             ends[group] = _fill(placed, ends[group], start, free, whole, ranks_per_node)
             left[group] -= ranks_per_node
             whole += 1
     # What is left of wide groups takes its turn, widest first.
-    wide, count = np.empty(order.size, np.int64), 0
-    for group in order:
+    wide, count = np.empty(wider + 1, np.int64), 0
+    for group in order[:wider]:
         wide[count] = group
         count += 1 < left[group] < ranks_per_node
     wide = wide[:count]
@@ -91,14 +95,17 @@ def _place(
         if node >= 0:
             ends[group] = _fill(placed, ends[group], start, free, node, left[group])
             hints[free[node]] = min(hints[free[node]], node)
-    first_free = 0  # the many groups of one rank, placed last, fill the nodes in turn
+    node = 0  # the many groups of one rank, placed last, fill the nodes in turn
     for group in order:
         if left[group] == 1:
-            while first_free < nodes and free[first_free] == 0:
-                first_free += 1
-            if first_free < nodes:
-                ends[group] = _fill(placed, ends[group], start, free, first_free, 1)
-    for group in order:
+            while node < nodes and free[node] == 0:
+                node += 1
+            if node < nodes:
+                placed[ends[group]] = start[node]
+                ends[group] += 1
+                start[node] += 1
+                free[node] -= 1
+    for group in order[:wider]:
         while ends[group] < offsets[group + 1]:
             crosses[group] = True
             node = int(np.argmax(free))
@@ -160,7 +167,7 @@ class ContextGroup:
     padded_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what is asked of it again and again is kept
 class ContextPlan:
     """One wave of G groups, widest first. Σ degree ≤ replicas; no replica is in two groups.
 
@@ -177,12 +184,12 @@ class ContextPlan:
     padded_tokens: NDArray[np.int64]
     lower_bound_s: float
 
-    @property
+    @cached_property
     def makespan_s(self) -> float:
         """Time of the slowest group, and so of the wave."""
         return float(self.time_s.max(initial=0.0))
 
-    @property
+    @cached_property
     def degrees(self) -> NDArray[np.int64]:
         """Degree of each group int64[G]."""
         return np.diff(self.rank_offsets)

@@ -91,6 +91,8 @@ def next_degree(degree: int, setting: Setting) -> int:
 @leaf
 def least_degree(units: Units, unit: int, setting: Setting) -> int:
     """The smallest degree whose ranks hold the unit, padding counted; ranks+1 if none does."""
+    if units.total[unit] <= setting.memory_tokens:
+        return 1  # as most do, told without a division
     degree = 1
     if not setting.power_of_two:
         degree = max(1, -(-units.total[unit] // setting.memory_tokens))

@@ -83,8 +83,9 @@ def _by_node(
     nodes, phases = -(-ranks // ranks_per_node), bounds.size
     node_of = np.empty(costs.size, np.int64)  # int64[m]
     segment_of = np.empty(costs.size, np.int64)  # int64[m]: phase · nodes + node
+    node_of_rank = np.arange(ranks) // ranks_per_node  # looked up, as divisions take longer
     for item in range(costs.size):
-        node_of[item] = home[item] // ranks_per_node
+        node_of[item] = node_of_rank[home[item]]
         segment_of[item] = phase[item] * nodes + node_of[item]
     listed, begins = group_stable(segment_of, order, phases * nodes)
     if nodes > 1:
