@@ -4,8 +4,8 @@ A record may name media under keys that no format reads (`img`, `audio_filepath`
 in an object), or name files that the sample does not have. Its text would then be trained without
 them, so the sample is refused, with the key in the message. So is one that says where in a
 recording or clip it begins and ends, which would be trained whole. A key that describes a medium of
-the sample (its `url`, `image_path`, `image_width`) is metadata. Any other key that names a file of a
-kind that the sample lacks (`filename`, `src`) may be metadata as well, and gets a warning.
+the sample (its `url`, `image_path`, `image_width`) is metadata. Any other key that names a file of
+a kind that the sample lacks (`filename`, `src`) may be metadata as well, and gets a warning.
 """
 
 import logging
