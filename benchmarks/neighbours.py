@@ -27,8 +27,8 @@ import yaml
 from benchmarks.harness import hardware
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS
 from dataservice.core.tokens import new_token, token_digest
+from dataservice.jobs.index_job import index_job
 from dataservice.jobs.job_file import read_job
-from dataservice.jobs.setup import index_job
 from dataservice.serving.client_access import Access
 from dataservice.serving.coordinator_client import CoordinatorClient
 from demo.tokenizer import train_tokenizer

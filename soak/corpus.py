@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from dataservice.jobs.index_job import index_job
 from dataservice.jobs.job_file import read_job
-from dataservice.jobs.setup import index_job
 from demo.corpus import make_corpus
 from demo.tokenizer import train_tokenizer
 from soak.vision import IMPORT_PATH, NAME

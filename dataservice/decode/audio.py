@@ -14,11 +14,10 @@ from av.audio.frame import AudioFrame
 from av.audio.stream import AudioStream
 from av.container import InputContainer
 from av.error import FFmpegError
-from numba import types
 from numpy.typing import NDArray
 
 from dataservice.core.errors import SampleError
-from dataservice.core.kernels import kernel, read_only
+from dataservice.core.kernels import array, kernel, read_only
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import MediaBlob
 from dataservice.decode.container import (
@@ -235,7 +234,7 @@ def _write(wave: NDArray[Any], room: NDArray[np.float32]) -> None:
         _round(wave, room)
 
 
-@kernel((read_only(types.float32), types.float32[::1]))
+@kernel((read_only(np.float32), array(np.float32)))
 def _round(wave: NDArray[np.float32], room: NDArray[np.float32]) -> None:
     """The same of sound in [-1, 1): as FFmpeg rounds it, in a tenth of the time. What is no number
     becomes the smallest."""

@@ -20,10 +20,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from dataservice.core.kernels import kernel, read_only
+from dataservice.core.kernels import array, kernel, read_only
 from dataservice.decode.processors.base import Filter
 
 _MOST_BITS = 22
@@ -180,13 +179,13 @@ _CURVES: dict[Filter, tuple[float, Callable[[NDArray[np.float64]], NDArray[np.fl
 }
 
 
-_TAPS = types.int32[::1], types.int16[:, ::1], types.int64
-_OF_ROWS = *_TAPS, types.int64, types.int64, types.uint32
+_TAPS = array(np.int32), array(np.int16, 2), np.int64
+_OF_ROWS = *_TAPS, np.int64, np.int64, np.uint32
 
 
 @kernel(
-    (read_only(types.uint32, 2), types.uint32[:, ::1], *_OF_ROWS),
-    (read_only(types.uint8, 3), types.uint32[:, ::1], *_OF_ROWS),
+    (read_only(np.uint32, 2), array(np.uint32, 2), *_OF_ROWS),
+    (read_only(np.uint8, 3), array(np.uint32, 2), *_OF_ROWS),
 )
 def _sum_columns(
     picture: Words | Pixels,
@@ -239,7 +238,7 @@ def _sum_columns(
                 words[2] = c >> np.uint32(16) & np.uint32(0xFF) | d << np.uint32(8)
 
 
-@kernel((types.uint8[:, :], types.uint8[:, ::1], *_TAPS))
+@kernel((array(np.uint8, 2, spaced=True), array(np.uint8, 2), *_TAPS))
 def _sum_rows(
     lines: Pixels, out: Pixels, first: NDArray[np.int32], weights: NDArray[np.int16], bits: int
 ) -> None:

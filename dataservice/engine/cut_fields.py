@@ -12,11 +12,10 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from dataservice.core.field_bytes import BYTES, head_of
-from dataservice.core.kernels import kernel, read_only
+from dataservice.core.kernels import array, kernel, read_only
 
 
 class CutWhenAsked(Mapping[str, bytes]):
@@ -44,7 +43,7 @@ class CutWhenAsked(Mapping[str, bytes]):
         return len(self._all())
 
 
-_GIVEN = read_only(types.uint8)
+_GIVEN = read_only(np.uint8)
 
 
 def cut_fields(
@@ -77,7 +76,7 @@ def _heads(numbers: tuple[int, ...]) -> tuple[NDArray[np.uint8], NDArray[np.int6
     return np.frombuffer(b"".join(heads), np.uint8), np.cumsum([0, *map(len, heads)])
 
 
-@kernel((_GIVEN, types.int64[:, ::1], _GIVEN, types.int64[::1]))
+@kernel((_GIVEN, array(np.int64, 2), _GIVEN, array(np.int64)))
 def _written(
     columns: NDArray[np.uint8],
     begins: NDArray[np.int64],

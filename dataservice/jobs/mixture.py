@@ -6,9 +6,9 @@ from fractions import Fraction
 from dataservice.core.errors import SpecError
 from dataservice.core.mixture_tree import MixtureSource, MixtureTree
 from dataservice.jobs.job_file import JobSpec
-from dataservice.sources.catalog import SourceTotals, read_totals
 from dataservice.sources.index import IndexSummary
 from dataservice.sources.mixture import passes_of
+from dataservice.sources.totals import SourceTotals, read_totals
 
 
 def mixture_tree(spec: JobSpec, totals: Sequence[SourceTotals]) -> MixtureTree:

@@ -1,7 +1,7 @@
-"""From a job file to an index, a record and a job that can run."""
+"""From a job file to a record, and from its index to a job that can run."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -10,21 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataservice.core.errors import IndexStaleError, SourceError, SpecError, StateError
+from dataservice.core.errors import IndexStaleError, SpecError, StateError
 from dataservice.core.job import ErrorBudget, JobRecord, SourceSpec
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
 from dataservice.core.job_setup import JobSetup, LimitsOver
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.mixture_tree import MixtureTree
 from dataservice.core.plan_options import IsfLimits, PlanOptions
-from dataservice.core.ports import SampleMeasurer
 from dataservice.core.split_mix import split_mix
 from dataservice.core.team import NO_TEAM, full_name, team_of
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
-from dataservice.jobs.longer_samples import refusal, require_none_refused
+from dataservice.jobs.longer_samples import require_none_refused
 from dataservice.jobs.mixture import mixture_tree, share_tokens
 from dataservice.jobs.own_code import require_code_allowed
-from dataservice.jobs.own_formats import format_codes, known_codes
+from dataservice.jobs.own_formats import known_codes
 from dataservice.jobs.sample_order import (
     SampleOrder,
     data_fingerprint,
@@ -46,84 +45,12 @@ from dataservice.sources.catalog import (
     find_rows,
     require_same_index,
 )
-from dataservice.sources.index import IndexSummary, build_index
 from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.mixture import Mixture
 from dataservice.sources.roots import Roots
-from dataservice.sources.shared_indexing import Elsewhere
-
-Progress = Callable[[str, int, int, int], None]
-"""Called with (source, rows done, bytes done, bytes in all)."""
-
 
 # Samples by which the limits of ISF packs are found: more would take longer and tell the same.
 MOST_LOOKED_AT = 2**20
-
-
-class IndexIncompleteError(SourceError):
-    """Sources of a job could not be indexed, or have longer samples than it allows; `made` has the
-    summaries of all but the former."""
-
-    def __init__(self, message: str, made: Sequence[IndexSummary]) -> None:
-        super().__init__(message)
-        self.made = made
-
-
-def index_job(
-    spec: JobSpec,
-    *,
-    custom_processors: dict[str, str],
-    processes: int = 1,
-    progress: Progress | None = None,
-    limits: DecodeLimits = DEFAULT_LIMITS,
-    leave_out_damaged: bool = False,
-    samples_per_file: int | None = None,
-    storage_profiles: StorageProfiles = NO_PROFILES,
-    elsewhere: Callable[[str], Elsewhere] | None = None,
-) -> list[IndexSummary]:
-    """Index every source of a job. Files whose index is current are kept. An error in one source
-    or file stops no other. `samples_per_file` is for `dry_run`; `elsewhere` gives who indexes the
-    source of this name in place of this process, which then needs neither its storage nor its code.
-
-    Raises:
-        IndexIncompleteError: some sources have no index, or one with longer samples than the job's
-            `longer_than` allows; it gives the reason for each, and the summaries that there are.
-        SpecError: the pipeline cannot be built, or a storage profile is not known.
-    """
-    make_measurer = partial(_make_measurer, pipeline_json(spec.pipeline), custom_processors, limits)
-    sources: Sequence[SourceSpec] = spec.all_sources
-    if elsewhere is None:
-        codes = format_codes(sources, custom_processors)
-        sources = opened_sources(sources, storage_profiles, codes=codes)
-    made, problems = [], []
-    for source in sources:
-        try:
-            summary = build_index(
-                source,
-                out_dir=spec.index,
-                make_measurer=make_measurer,
-                workers=processes,
-                progress=partial(progress, source.name) if progress is not None else None,
-                limits=limits,
-                leave_out_damaged=leave_out_damaged,
-                samples_per_file=samples_per_file,
-                elsewhere=elsewhere(source.name) if elsewhere is not None else None,
-            )
-        except SourceError as error:
-            problems.append(str(error))
-        else:
-            made.append(summary)
-            if refused := refusal(spec.pipeline.longer_than, source.name, summary.long):
-                problems.append(refused)
-    if problems:
-        raise IndexIncompleteError("\n".join(problems), made)
-    return made
-
-
-def _make_measurer(
-    pipeline: str, custom_processors: dict[str, str], limits: DecodeLimits
-) -> SampleMeasurer:
-    return pipeline_of(pipeline, custom_processors, limits)
 
 
 def job_records(

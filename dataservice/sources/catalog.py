@@ -30,14 +30,14 @@ from dataservice.core.split_mix import split_mix
 from dataservice.sources.detail_file import DETAIL_SCHEMA, DetailTable
 from dataservice.sources.freshness import require_current
 from dataservice.sources.gather import Ranges
-from dataservice.sources.index_folder import LENGTHS, MANIFEST, IndexFolder, part_name
+from dataservice.sources.index_folder import LENGTHS, IndexFolder, part_name
 from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.lengths_file import COLUMNS, Lengths, MappedLengths
-from dataservice.sources.manifest import AGAIN, LongSamples, Manifest, PartRecord
-from dataservice.sources.part_reader import read_numbers
+from dataservice.sources.manifest import LongSamples, Manifest, PartRecord
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
+from dataservice.sources.totals import SourceTotals, read_manifest
 
 _ROWS_VERSION = 2  # of the files of checked rows: another one finds none of those that are kept
 
@@ -57,15 +57,6 @@ class IndexIdentity:
             index_fingerprint([manifest.fingerprint for manifest in manifests]),
             _digest([manifest.places for manifest in manifests]),
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceTotals:
-    """What the index of one source holds: its fingerprint, its samples and their LLM tokens."""
-
-    fingerprint: str
-    samples: int
-    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +231,7 @@ def find_index(
     files, known = [], []
     parts: list[tuple[IndexFolder, PartRecord]] = []
     folders = [IndexFolder(index_dir, spec.name, roots) for spec in specs]
-    manifests = [_manifest(folder) for folder in folders]
+    manifests = [read_manifest(folder) for folder in folders]
     require_rows([manifest.rows for manifest in manifests])
     for spec, folder, manifest in zip(specs, folders, manifests, strict=True):
         present, token = require_current(
@@ -275,7 +266,7 @@ def find_rows(
     """The rows of an index that was found before, with this identity and this name of its rows.
     Sources are not looked at. Raises IndexStaleError where it was written again since."""
     folders = [IndexFolder(index_dir, source, roots) for source in sources]
-    manifests = [_manifest(folder) for folder in folders]
+    manifests = [read_manifest(folder) for folder in folders]
     now = IndexIdentity.of(manifests), _rows_name(folders, manifests, limits)
     if now != (identity, rows_name):
         raise IndexStaleError(
@@ -310,27 +301,6 @@ def _rows_name(
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
-def read_totals(
-    specs: Sequence[SourceSpec], index_dir: str, *, roots: Roots | None = None
-) -> tuple[SourceTotals, ...]:
-    """What each source's index holds as it was written, whether or not it still describes the
-    source. Reads one number of each sample. Raises IndexStaleError where an index is missing or
-    damaged."""
-    totals = []
-    for spec in specs:
-        folder = IndexFolder(index_dir, spec.name, roots)
-        manifest = _manifest(folder)
-        parts = (read_numbers(folder, part, "llm_tokens") for part in manifest.parts)
-        totals.append(
-            SourceTotals(
-                fingerprint=manifest.fingerprint,
-                samples=manifest.rows,
-                tokens=sum(int(tokens.sum(dtype=np.int64)) for part in parts for (tokens,) in part),
-            )
-        )
-    return tuple(totals)
-
-
 def require_same_index(
     specs: Sequence[SourceSpec],
     index_dir: str,
@@ -350,7 +320,7 @@ def require_same_index(
     manifests, known = [], []
     for spec in specs:
         folder = IndexFolder(index_dir, spec.name, roots)
-        manifest = _manifest(folder)
+        manifest = read_manifest(folder)
         _, token = require_current(
             spec, manifest, folder, measurer_fingerprint,
             limits=limits, roots=roots, verified=verified,
@@ -381,14 +351,3 @@ def index_fingerprint(fingerprints: Sequence[str]) -> str:
 
 def _digest(parts: Sequence[str]) -> str:
     return hashlib.sha256(repr(list(parts)).encode()).hexdigest()
-
-
-def _manifest(folder: IndexFolder) -> Manifest:
-    text = folder.read(MANIFEST)
-    if text is None:
-        raise IndexStaleError(
-            f"source {folder.source!r} has no complete index at {folder.path}. Write it: {AGAIN} "
-            "(an interrupted run is taken up where it ended; the same files give the same index, "
-            "and checkpoints fit it)."
-        )
-    return Manifest.from_json(text, f"{folder.path}/{MANIFEST}")

@@ -14,21 +14,20 @@ double the time.
 from typing import Any
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from dataservice.core.kernels import kernel, read_only
+from dataservice.core.kernels import array, kernel, read_only
 
 Integers = NDArray[np.int64]
 Narrow = NDArray[np.int32]
 
 _BLOCKS = 8  # for each range
 _OUTSIDE = "rows of a file lie outside it: it is damaged"
-_INTEGERS, _NARROW = types.int64[::1], types.int32[::1]
+_INTEGERS, _NARROW = array(np.int64), array(np.int32)
 _RUNS = _INTEGERS, _INTEGERS, _NARROW, _NARROW, _INTEGERS
 
 
-@kernel((_INTEGERS, _NARROW, types.int64, _INTEGERS, _NARROW))
+@kernel((_INTEGERS, _NARROW, np.int64, _INTEGERS, _NARROW))
 def _find(
     starts: Integers,
     table: Narrow,
@@ -53,7 +52,7 @@ def _find(
         found[i] = low
 
 
-@kernel((read_only(types.int32), *_RUNS, _NARROW, _NARROW, _NARROW, _INTEGERS))
+@kernel((read_only(np.int32), *_RUNS, _NARROW, _NARROW, _NARROW, _INTEGERS))
 def open_lists(
     offsets: Narrow,
     bases: Integers,
@@ -97,12 +96,12 @@ def open_lists(
 
 
 @kernel(
-    (read_only(types.uint8), *_RUNS, types.uint8[::1]),
-    (read_only(types.int8), *_RUNS, types.int8[::1]),
-    (read_only(types.int32), *_RUNS, _NARROW),
-    (read_only(types.uint32), *_RUNS, _INTEGERS),
-    (read_only(types.int64), *_RUNS, _INTEGERS),
-    (read_only(types.float64), *_RUNS, types.float64[::1]),
+    (read_only(np.uint8), *_RUNS, array(np.uint8)),
+    (read_only(np.int8), *_RUNS, array(np.int8)),
+    (read_only(np.int32), *_RUNS, _NARROW),
+    (read_only(np.uint32), *_RUNS, _INTEGERS),
+    (read_only(np.int64), *_RUNS, _INTEGERS),
+    (read_only(np.float64), *_RUNS, array(np.float64)),
 )
 def gather(
     values: NDArray[Any],
@@ -123,7 +122,7 @@ def gather(
                 gathered[np.uint64(k + j)] = values[np.uint64(start + j)]
 
 
-@kernel((read_only(types.uint8), *_RUNS, types.boolean[::1]))
+@kernel((read_only(np.uint8), *_RUNS, array(np.bool_)))
 def find_nulls(
     bits: NDArray[np.uint8],
     bases: Integers,

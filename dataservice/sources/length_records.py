@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import register_jitable
 from numpy.typing import NDArray
 
-from dataservice.core.kernels import kernel, read_only
+from dataservice.core.kernels import array, helper, kernel, read_only
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import LengthTable, Modality
 
@@ -117,14 +115,14 @@ def _require(wrong: int) -> None:
         raise ValueError(f"it has {_WRONG[wrong]}")
 
 
-_TOKENS_OUT = types.int32[::1]
-_TOKENS_IN = read_only(types.int32)
+_TOKENS_OUT = array(np.int32)
+_TOKENS_IN = read_only(np.int32)
 
 
 @kernel(
-    (read_only(types.uint16), types.int64, _TOKENS_OUT, types.uint16[::1]),
-    (read_only(types.uint16), types.int64, _TOKENS_OUT, types.int32[::1]),
-    (read_only(types.int32), types.int64, _TOKENS_OUT, types.int32[::1]),
+    (read_only(np.uint16), np.int64, _TOKENS_OUT, array(np.uint16)),
+    (read_only(np.uint16), np.int64, _TOKENS_OUT, array(np.int32)),
+    (read_only(np.int32), np.int64, _TOKENS_OUT, array(np.int32)),
 )
 def _lay_out(
     columns: NDArray[Any], items: int, llm_tokens: NDArray[np.int32], numbers: NDArray[Any]
@@ -148,7 +146,7 @@ def _lay_out(
     return _SOUND if behind == items else _ITEMS
 
 
-@register_jitable
+@helper
 def _wrong_item(
     modality: Number,
     encoder_tokens: Number,
@@ -168,8 +166,8 @@ def _wrong_item(
 
 
 @kernel(
-    (_TOKENS_IN, read_only(types.uint16), types.int64, types.int64),
-    (_TOKENS_IN, read_only(types.int32), types.int64, types.int64),
+    (_TOKENS_IN, read_only(np.uint16), np.int64, np.int64),
+    (_TOKENS_IN, read_only(np.int32), np.int64, np.int64),
 )
 def _first_wrong(
     llm_tokens: NDArray[np.int32], numbers: NDArray[Any], items: int, most_tokens: int

@@ -18,11 +18,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
-from numba.extending import register_jitable
 from numpy.typing import NDArray
 
-from dataservice.core.kernels import kernel, read_only
+from dataservice.core.kernels import array, helper, kernel, read_only
 from dataservice.core.sample import IntArray, LengthTable
 from dataservice.sources.gather import Ranges
 from dataservice.sources.length_records import (
@@ -243,14 +241,12 @@ def _aligned(at: int) -> int:
 
 _OUTSIDE = "lengths lie outside of their block: the file is damaged"
 # The file's numbers of two and of four bytes, and its table.
-_FILE = types.Tuple(  # type: ignore[no-untyped-call]
-    (read_only(types.uint16), read_only(types.int32), types.int64[:, ::1])
-)
-_WANTED = types.int64[::1], types.int32[::1]
+_FILE = read_only(np.uint16), read_only(np.int32), array(np.int64, 2)
+_WANTED = array(np.int64), array(np.int32)
 _File = tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.int64]]
 
 
-@register_jitable
+@helper
 def _number(file: _File, each_bytes: int, at: int) -> np.int64:
     """Number `at` of the file, in which each has so many bytes."""
     if each_bytes == 2:
@@ -258,7 +254,7 @@ def _number(file: _File, each_bytes: int, at: int) -> np.int64:
     return np.int64(file[1][np.uint64(at)])
 
 
-@kernel((_FILE, *_WANTED, types.int64[::1], types.int64[::1]))
+@kernel((_FILE, *_WANTED, array(np.int64), array(np.int64)))
 def _find_items(
     file: _File,
     rows: NDArray[np.int64],
@@ -287,11 +283,11 @@ def _find_items(
     (
         _FILE,
         *_WANTED,
-        types.int64[::1],
-        *(types.int32[::1],) * 2,
-        types.int64[::1],
-        types.int8[::1],
-        *(types.int32[::1],) * 4,
+        array(np.int64),
+        *(array(np.int32),) * 2,
+        array(np.int64),
+        array(np.int8),
+        *(array(np.int32),) * 4,
     )
 )
 def _take(

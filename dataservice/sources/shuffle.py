@@ -21,10 +21,9 @@ from functools import lru_cache
 from typing import cast
 
 import numpy as np
-from numba import njit, types
 from numpy.typing import NDArray
 
-from dataservice.core.kernels import kernel
+from dataservice.core.kernels import array, inlined, kernel
 from dataservice.core.sample import IntArray
 from dataservice.core.split_mix import mixed, split_mix
 
@@ -38,7 +37,7 @@ _ROUNDS = 12
 _AT_ONCE = 512
 _Numbers = NDArray[np.uint64]
 
-_mixed = cast(Callable[[np.uint64], np.uint64], njit(inline="always")(mixed))
+_mixed = inlined(cast(Callable[[np.uint64], np.uint64], mixed))
 
 
 def permuted(places: IntArray, size: int, *names: int) -> NDArray[np.int64]:
@@ -70,7 +69,7 @@ def _rows(size: int) -> int:
     return rows + rows % 2  # shifts with two odd sides would give only even permutations
 
 
-@njit(inline="always")
+@inlined
 def _shifted(number: np.uint64, other: np.uint64, key: np.uint64, side: np.uint64) -> np.uint64:
     """A number below `side`, of at most 32 bits, shifted by a hash of the other one. The 2^32 hash
     values are spread evenly over the side: the counts of any two shifts differ by at most one."""
@@ -81,7 +80,7 @@ def _shifted(number: np.uint64, other: np.uint64, key: np.uint64, side: np.uint6
     return min(moved, moved - side)
 
 
-@kernel((types.uint64[::1], types.int64[::1], types.uint64[:, ::1], types.uint64[:, ::1]))
+@kernel((array(np.uint64), array(np.int64), array(np.uint64, 2), array(np.uint64, 2)))
 def _permute(
     numbers: _Numbers, which: NDArray[np.int64], shapes: _Numbers, round_keys: _Numbers
 ) -> None:

@@ -4,14 +4,13 @@ import pickle
 
 import numpy as np
 import pytest
-from numba import types
 
-from dataservice.core.kernels import kernel, load_kernels, read_only
+from dataservice.core.kernels import array, kernel, load_kernels, read_only
 from dataservice.workers.decoder_process import DecoderProgram
 
 
 def summing():
-    @kernel((read_only(types.int64),), (types.float64[::1],))
+    @kernel((read_only(np.int64),), (array(np.float64),))
     def total(numbers):
         """Their sum."""
         found = numbers[0]

@@ -19,8 +19,8 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
+from dataservice.jobs.index_job import index_job
 from dataservice.jobs.job_file import read_job
-from dataservice.jobs.setup import index_job
 from tests.examples.ranks import main
 from tests.forking import forking
 from tests.service.support import job_file, serving

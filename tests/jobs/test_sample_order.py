@@ -18,8 +18,9 @@ from dataservice.core.ports import SampleStream
 from dataservice.core.sample import IntArray, LengthTable
 from dataservice.engine.planner import PlannedStep, in_order, plan_step
 from dataservice.jobs import setup
+from dataservice.jobs.index_job import index_job
 from dataservice.jobs.sample_order import SampleOrder
-from dataservice.jobs.setup import index_job, job_records, open_job
+from dataservice.jobs.setup import job_records, open_job
 from dataservice.sources.catalog import IndexedCatalog
 from tests.jobs.corpus import job_of, write_job
 

@@ -15,11 +15,12 @@ from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
 from dataservice.core.storage_profile import StorageProfile
 from dataservice.jobs.dry_run import dry_run
 from dataservice.jobs.find_samples import Wanted
+from dataservice.jobs.index_job import index_job
 from dataservice.jobs.job_file import JobSpec, read_job
 from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.preview import preview_job
 from dataservice.jobs.sample_pipeline import reader_of
-from dataservice.jobs.setup import index_job, job_records, open_job
+from dataservice.jobs.setup import job_records, open_job
 from dataservice.jobs.storage_profiles import opened_sources
 from dataservice.sources.formats.registry import list_files
 from tests.jobs.corpus import make_corpus

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from filelock import FileLock
 
+from dataservice.jobs.index_job import index_job
 from dataservice.jobs.job_file import read_job
-from dataservice.jobs.setup import index_job
 from demo.corpus import make_corpus
 from demo.tokenizer import train_tokenizer
 from tests.cli.support import CommandLine, command_line

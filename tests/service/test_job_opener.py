@@ -21,10 +21,11 @@ from dataservice.core.errors import IndexStaleError, SpecError
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
+from dataservice.jobs.index_job import index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.sample_pipeline import decoder_of
-from dataservice.jobs.setup import index_job, job_records, open_job
+from dataservice.jobs.setup import job_records, open_job
 from dataservice.sources.index_cache import IndexCache
 from tests.service.deadly_vision import IMPORT_PATH, NAME
 from tests.service.small import LARGE, LOOPS, SAMPLES, indexed_job, make_corpus, write_job

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import yaml
 
+from dataservice.jobs.index_job import index_job
 from dataservice.jobs.job_file import read_job
-from dataservice.jobs.setup import index_job
 from tests.documents import ROOT, blocks
 from tests.service.small import make_corpus, write_job
 from tests.service.support import Ranks, serving
