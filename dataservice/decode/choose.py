@@ -121,10 +121,14 @@ def guarded_tokens(
 
 
 def distinct_pads(placeholders: Mapping[MediaKind, PlaceholderTokens]) -> dict[MediaKind, str]:
-    """What a template writes for one medium, of the kinds that have it to themselves. When a
-    template writes the same for several kinds, the kind cannot be told from the text."""
-    written = [tokens.written for tokens in placeholders.values()]
-    return {kind: t.written for kind, t in placeholders.items() if written.count(t.written) == 1}
+    """What a template writes for one medium. Where it writes the same for several kinds, the kind
+    cannot be told from the text, and the first has it: an image before the clips of a family that
+    writes them as images or takes none."""
+    found: dict[MediaKind, str] = {}
+    for kind, tokens in placeholders.items():
+        if tokens.written not in found.values():
+            found[kind] = tokens.written
+    return found
 
 
 def choose_template(spec: PipelineSpec, tokenizer: LoadedTokenizer) -> TemplateSource | None:

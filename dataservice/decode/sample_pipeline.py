@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 # Increase when a release changes the lengths that the same spec gives: old indexes become stale.
-LENGTHS_VERSION = 4
+LENGTHS_VERSION = 5
 # Increase when a release changes the delivered pixels, sound or tokens of the same spec, but not
 # its lengths.
 CONTENT_VERSION = 3

@@ -162,7 +162,14 @@ def _gemma3() -> Family:
         specials=specials,
         template=_CHATML.replace("<|im_start|>", "<start_of_turn>")
         .replace("<|im_end|>", "<end_of_turn>")
-        .replace("IMAGE", "<start_of_image>"),
+        .replace("IMAGE", "<start_of_image>")
+        # As the published one does, which takes plain text too:
+        .replace("part['text']", "part['text'] | trim")
+        .replace(
+            "{% for part",
+            "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}{% for part",
+        )
+        .replace("{% endfor %}<end", "{% endfor %}{% endif %}<end"),
         processor=processor,
         image=lambda width, height: processor.replace_image_token({"num_crops": [0]}, 0),
     )

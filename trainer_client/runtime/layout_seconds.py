@@ -152,7 +152,8 @@ def _shares(given: Sequence[float] | None) -> tuple[float, ...]:
 
 def encoder_tokens(batch: ModalityBatch, modality: str) -> Floats:
     """Tokens of each item before the encoder merges them, as the index counts them: patches, or
-    rows of 20 ms of sound. Where an item has no grid, its pixels count as patches of 14 × 14."""
+    rows of 20 ms of sound. Where an item has no grid of all its patches, which one whose patches do
+    not merge may lack some of, its pixels count as patches of 14 × 14."""
     if modality == "audio":
         return np.array([item.shape[0] / (2 * HOP_SAMPLES) for item in batch.items])
     patches = np.array(
@@ -160,5 +161,6 @@ def encoder_tokens(batch: ModalityBatch, modality: str) -> Floats:
     )
     if batch.notes is None:
         return patches
-    of_grid = batch.notes.grid[:, :3].prod(axis=1).astype(np.float64)
-    return np.where(of_grid > 0, of_grid, patches)
+    grid = batch.notes.grid
+    of_grid = grid[:, :3].prod(axis=1).astype(np.float64)
+    return np.where(grid[:, 3] > 1, of_grid, patches)

@@ -80,7 +80,8 @@ class LlavaNextProcessor:
 
     def plan_image(self, *, width: int, height: int) -> VisionPlan:
         """The whole picture as one square, then the canvas's squares row by row. The grid is
-        [squares, rows, columns, 1]; rows and columns are those of the unpadded patches.
+        [canvas, rows, columns, 1]: the canvas's rows of squares, and the rows and columns of the
+        unpadded patches. Squares of one number may be of several canvases.
 
         Raises:
             SampleError: the picture is so thin that it fills no patch of its canvas.
@@ -98,7 +99,7 @@ class LlavaNextProcessor:
             encoder_tokens=squares * PATCHES * PATCHES,
             llm_tokens=PATCHES * PATCHES + rows * (columns + 1),
             views=(View.whole(SIDE, SIDE), _squares(height, width, canvas)),
-            grid=(squares, rows, columns, 1),
+            grid=(canvas[0], rows, columns, 1),
         )
 
     def plan_video(self, header: VideoHeader) -> VisionPlan:

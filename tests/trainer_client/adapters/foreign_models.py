@@ -247,7 +247,7 @@ class Canvases(Squares):
         _, rows, columns = llava_next.unpad_image(canvas, size).shape
         item = super().item(rng, squares)
         item.tokens = patches**2 + rows * (columns + 1)
-        item.grid, item.whole = (squares, rows, columns, 1), size
+        item.grid, item.whole = (high, rows, columns, 1), size
         return item
 
     def inputs(self, sample):

@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
+from trainer_client.adapters.transformers.anyres import size_on_canvas
 from trainer_client.adapters.transformers.attention import DEGREE_ONE, PackAttention
 from trainer_client.adapters.transformers.faults import UnsupportedModel
 from trainer_client.adapters.transformers.grids import derived_from
@@ -338,18 +339,26 @@ class Tiles(FeatureFamily):
 
 class LlavaNext(Tiles):
     """LLaVA-NeXT: the whole picture as one square, then the squares of a canvas that it is fitted
-    into, [1 + squares, side, side, 3]. An item's grid is [squares, rows, columns, 1], where rows
-    and columns are the canvas's patches without its border."""
+    into, [1 + squares, side, side, 3]. An item's grid is [canvas, rows, columns, 1]: the rows of
+    squares of the canvas, and the rows and columns of its patches without its border."""
 
     encoders: Mapping[str, tuple[str, ...]] = {
         "vision": ("vision_tower", "multi_modal_projector", "image_newline")
     }
 
     def sizes(self, batch: ModalityBatch) -> tuple[object, ...]:
-        # The library finds canvas and border from a picture's size. A picture of just the size of
-        # the patches that are left has the same canvas, and the same border.
-        side = self.model.config.vision_config.patch_size
-        return ([(side * int(rows), side * int(columns)) for _, rows, columns, _ in _grids(batch)],)
+        # The library finds canvas and border from a picture's size.
+        if not len(batch.exchange.send_rows):  # a dummy item's
+            return ([(1, 1)] * len(batch.items),)
+        config, side = self.model.config, self.model.config.vision_config.image_size
+        pinpoints = tuple(map(tuple, config.image_grid_pinpoints))
+        found = []
+        for item, (high, rows, columns, _) in zip(batch.items, _grids(batch), strict=True):
+            squares = item.shape[0] - 1
+            canvas = int(high) * side, squares // int(high) * side
+            patch = config.vision_config.patch_size
+            found.append(size_on_canvas(canvas, (int(rows), int(columns)), patch, pinpoints))
+        return (found,)
 
     def dummy_item(self, modality: str, device: torch.device) -> Tensor:
         """The squares of a picture of one patch, for the library's choice of its canvas."""
