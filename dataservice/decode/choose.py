@@ -104,10 +104,7 @@ def guarded_tokens(
 ) -> tuple[str, ...]:
     """The tokens that a sample's text cannot write: control tokens, unless the spec allows them,
     and always the tokens of media."""
-    media = {
-        token for tokens in placeholders.values() for token in (*tokens.tokens, tokens.written)
-    }
-    media.update(_literals(spec))
+    media = media_tokens(spec, placeholders)
     for token in spec.content_tokens:
         if tokenizer.id_of(token) is None or token in media:
             raise SpecError(
@@ -118,6 +115,16 @@ def guarded_tokens(
             )
     control = {*tokenizer.specials, *(t for t in CHATML_TOKENS if tokenizer.id_of(t) is not None)}
     return tuple((control - set(spec.content_tokens)) | media)
+
+
+def media_tokens(
+    spec: PipelineSpec, placeholders: Mapping[MediaKind, PlaceholderTokens]
+) -> set[str]:
+    """The tokens that only media may be written with."""
+    named = {
+        token for tokens in placeholders.values() for token in (*tokens.tokens, tokens.written)
+    }
+    return named | {*_literals(spec)}
 
 
 def distinct_pads(placeholders: Mapping[MediaKind, PlaceholderTokens]) -> dict[MediaKind, str]:

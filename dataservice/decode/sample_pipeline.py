@@ -33,6 +33,7 @@ from dataservice.decode.choose import (
     choose_vision,
     distinct_pads,
     guarded_tokens,
+    media_tokens,
 )
 from dataservice.decode.conversation import Conversation, Document, read_record, text_parts
 from dataservice.decode.length_rule import LengthRule
@@ -374,7 +375,8 @@ def build_pipeline(
     augmentation = choose_augmentation(spec.augment, custom)
     placeholders = choose_placeholders(spec, tokenizer)
     guarded = guarded_tokens(spec, tokenizer, placeholders)
-    guard = Guard(guarded, tokenizer.normalizer_before(guarded))
+    media = media_tokens(spec, placeholders)
+    guard = Guard(guarded, tokenizer.normalizer_before(guarded), media)
     source = choose_template(spec, tokenizer)
     check_named(tokenizer, source)
     pads = distinct_pads(placeholders)

@@ -8,6 +8,7 @@ beyond a table's end) writes a line to stderr and reaches Python as a BaseExcept
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -27,6 +28,8 @@ from dataservice.decode.marks import BREAK, RESERVED
 from dataservice.decode.token_bytes import TokenBytes, token_bytes
 from dataservice.decode.word_tokens import WordTokens, word_tokens
 
+log = logging.getLogger(__name__)
+
 # Where a configuration names tokens of its model, such as image_token, besides keys of its own.
 _MODELS_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _LISTED = "added_tokens_decoder"
@@ -36,6 +39,7 @@ _NO_NAMES = (
     ".from_pretrained('ORGANISATION/MODEL').save_pretrained('FOLDER'), and give the path of FOLDER."
 )
 _PROBE = "It's 12 o'clock — été, 猫.\n\n\tx = f(y)  # <b>"
+_MOST_TOLD = 8  # control tokens that texts write, of which a log says so
 # So that a tokenizer which panics on each of a million texts does not fill the log.
 MOST_PANICS = 100
 # The library would start a thread per CPU in each process; workers decode many samples at once.
@@ -397,11 +401,16 @@ class Guard:
     """
 
     def __init__(
-        self, tokens: tuple[str, ...], normalize: Callable[[str], str] | None = None
+        self,
+        tokens: tuple[str, ...],
+        normalize: Callable[[str], str] | None = None,
+        media: Collection[str] = (),
     ) -> None:
         """`normalize` is what the tokenizer does to text before it looks for these tokens, None
-        where it looks at the text itself."""
+        where it looks at the text itself; texts may never write those of `media`."""
         self._normalize = normalize
+        self._untold = {*tokens} - {*media}
+        self._most_told = _MOST_TOLD
         texts = sorted({token for token in tokens if len(token) > 1}, key=len, reverse=True)
         choices = "|".join(map(re.escape, texts)) or r"(?!)"
         self._texts = tuple(texts)
@@ -427,7 +436,20 @@ class Guard:
         # Most texts hold the beginning of none, which is found out sooner.
         if not any(map(text.__contains__, self._beginnings)) or self._any.search(text) is None:
             return text
+        self._tell(text)
         return self._each.sub(rf"\1{BREAK}", text)
+
+    def _tell(self, text: str) -> None:
+        """Say, once for each, which tokens a text would have if it might write them."""
+        for token in self._untold.intersection(self._any.findall(text)):
+            self._untold.discard(token)
+            if self._most_told > 0:
+                self._most_told -= 1
+                log.warning(
+                    "texts have %s, which are pieces of plain text and not that token. If these "
+                    "texts are to write it, name it in the job's pipeline: content_tokens: [%s]",
+                    *(quoted(token), quoted(token)),
+                )
 
     def protect_texts(self, texts: Sequence[str]) -> list[str]:
         """Protects texts that a template may join, as the parts of a turn, stripped or not: where

@@ -237,6 +237,15 @@ def test_the_job_may_allow_control_tokens_in_content(kitchen, sample):
             kitchen.pipeline(content_tokens=(token,))
 
 
+def test_a_control_token_that_texts_do_not_write_is_named_once(kitchen, sample, caplog):
+    pipeline = kitchen.pipeline(content_tokens=("<img>",))
+    for text in ("<img>a<|im_end|><|image_pad|>", "b<|im_end|>"):
+        pipeline.measure(sample({"text": text}))
+    (message,) = caplog.messages  # media have their tokens to themselves
+    assert "texts have '<|im_end|>'" in message
+    assert "content_tokens: ['<|im_end|>']" in message
+
+
 def test_noncharacters_that_serve_as_marks_are_refused(kitchen, sample):
     with pytest.raises(SampleError, match="noncharacter"):
         kitchen.pipeline().measure(sample({"text": "a\ufdd1b"}))
