@@ -96,6 +96,24 @@ def test_images_for_a_model_of_text_are_refused():
         one_step(trainable(FAMILIES["llama"].build()), "llava")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llava", r"squares of \d+×9 pixels, .* takes 8×8.* kind siglip with its side"),
+        ("qwen2_vl", r"\d+×9 pixels, and Qwen2VL\w+ takes multiples of 8.* family"),
+        ("qwen3_vl", r"\d+×9 pixels, and Qwen3VL\w+ takes multiples of 8.* family"),
+    ],
+)
+def test_pictures_of_another_familys_size_are_refused_with_the_jobs_key(name, said):
+    samples = samples_of(name, FAMILIES[name].build(), 1)
+    microbatches = shard_of(samples, 1, 0, 1, (1,)).microbatches
+    batch = next(mb.vision for mb in microbatches if mb.vision is not None)
+    wide = [torch.zeros(*item.shape[:2], 9, 3, dtype=torch.uint8) for item in batch.items]
+    model = trainable(FAMILIES[name].build(), processor=PROCESSOR)
+    with pytest.raises(LayoutError, match=said):
+        model.encode("vision", replace(batch, items=wide))
+
+
 def test_positions_of_another_family_are_refused_either_way():
     samples = samples_of("qwen2_vl", FAMILIES["qwen2_vl"].build(), 1)
     microbatches = shard_of(samples, 1, 0, 1, (1,)).microbatches

@@ -220,6 +220,14 @@ class QwenVL(FeatureFamily):
     def patches(self, batch: ModalityBatch) -> Tensor:
         """The rows of pixels [patches, row width] that the encoder takes of a batch's items."""
         sizes = self.model.config.vision_config
+        unit = sizes.patch_size * sizes.spatial_merge_size
+        for item in batch.items:
+            if item.shape[1] % unit or item.shape[2] % unit:
+                raise LayoutError(
+                    f"an item has {item.shape[1]}×{item.shape[2]} pixels, and "
+                    f"{type(self.model).__name__} takes multiples of {unit}. Give the job the "
+                    "vision processor of this model's family (vision: {kind: …})."
+                )
         return pixel_rows(
             batch.items,
             patch=sizes.patch_size,
@@ -325,6 +333,15 @@ class Tiles(FeatureFamily):
     encoders: Mapping[str, tuple[str, ...]] = {"vision": ("vision_tower", "multi_modal_projector")}
 
     def encode(self, modality: str, batch: ModalityBatch) -> Tensor:
+        side = _sides(self.model.config.vision_config.image_size)
+        for item in batch.items:
+            if tuple(item.shape[1:3]) != tuple(side):
+                raise LayoutError(
+                    f"an item has squares of {item.shape[1]}×{item.shape[2]} pixels, and the "
+                    f"model's vision tower takes {side[0]}×{side[1]}. Give the job the vision "
+                    "processor of this model: another kind, kind siglip with its side, or kind "
+                    "transformers with the model's own folder."
+                )
         pixels = square_pixels(batch.items, **self.pixels())
         return _joined(self.seen(pixels, *self.sizes(batch)).pooler_output)
 
