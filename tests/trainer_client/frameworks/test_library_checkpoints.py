@@ -17,6 +17,12 @@ from trainer_client.adapters.transformers import LibraryCheckpoints, trainable
 from trainer_client.runtime import GroupPool, run_step
 
 STEPS = 3
+# What transformers 5.23 calls activation checkpointing was gradient checkpointing before.
+CHECKPOINTING = next(
+    setting
+    for setting in ("activation_checkpointing", "gradient_checkpointing")
+    if setting in transformers.TrainingArguments.__dataclass_fields__
+)
 LOADED_BY = {
     "llama": transformers.AutoModelForCausalLM,
     "qwen2_5_vl": transformers.AutoModelForImageTextToText,
@@ -110,3 +116,29 @@ def test_adapters_are_saved_and_resumed_alone(recipe, tmp_path):
         recipe, adapted(), "llama", tmp_path / "on", resume=str(tmp_path / "checkpoint-2")
     )
     torch.testing.assert_close(weights_of(resumed), weights_of(whole), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_layers_are_computed_again_where_the_settings_ask_for_it(recipe, tmp_path, adapted):
+    def step(name, **options):
+        model = tiny("qwen2_5_vl", False)
+        if adapted:
+            torch.manual_seed(5)
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        return train(recipe, model, "qwen2_5_vl", tmp_path / name, steps=1, **options)
+
+    plain = step("plain")
+    again = step("again", **{CHECKPOINTING: True})
+    assert any(getattr(part, "gradient_checkpointing", False) for part in again.modules())
+    torch.testing.assert_close(weights_of(again), weights_of(plain), rtol=1e-5, atol=1e-5)
+    again.activation_checkpointing_disable()
+    assert not any(getattr(part, "gradient_checkpointing", False) for part in again.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_layers_are_computed_again_by_the_older_name_too():
+    model = trainable(tiny("llama", False))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(layer.gradient_checkpointing for layer in model.model.get_decoder().layers)
+    model.gradient_checkpointing_disable()
+    assert not any(layer.gradient_checkpointing for layer in model.model.get_decoder().layers)

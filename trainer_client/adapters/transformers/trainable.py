@@ -82,6 +82,31 @@ class TrainableModel(Module):
         """How the model takes items and features."""
         return self._family
 
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Have the library's model compute its layers again in the backward pass, as transformers'
+        Trainer asks for; ``options`` are those of the library's own method."""
+        self._family.model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs=activation_checkpointing_kwargs, **options
+        )
+
+    def activation_checkpointing_disable(self) -> None:
+        """Have the library's model keep what its layers need in the backward pass."""
+        self._family.model.activation_checkpointing_disable()
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """`activation_checkpointing_enable` by its older name, which some versions know alone."""
+        self._family.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs=gradient_checkpointing_kwargs, **options
+        )
+
+    def gradient_checkpointing_disable(self) -> None:
+        """`activation_checkpointing_disable` by its older name."""
+        self._family.model.gradient_checkpointing_disable()
+
     def forward(self, microbatch: Microbatch, groups: GroupPool) -> Tensor:
         """What ``decode`` gives; DDP and FSDP2 hook into this."""
         return forward_microbatch(self, microbatch, groups)
