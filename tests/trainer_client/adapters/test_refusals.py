@@ -74,6 +74,38 @@ def test_an_unknown_family_of_images_is_refused_with_those_that_are_known():
         trainable(model)
 
 
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("LlamaModel", r"LlamaForCausalLM, as AutoModelForCausalLM\.from_pretrained"),
+        ("LlamaForSequenceClassification", "LlamaForCausalLM"),
+        ("LlamaForTokenClassification", "LlamaForCausalLM"),
+        ("LlamaForQuestionAnswering", "LlamaForCausalLM"),
+    ],
+)
+def test_a_model_without_a_language_head_is_refused_with_the_class_that_has_one(made, said):
+    config = transformers.LlamaConfig(**text(), num_labels=text()["vocab_size"])
+    with pytest.raises(UnsupportedModel, match=rf"^{made} has no language head.* {said}"):
+        trainable(getattr(transformers, made)(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration, as AutoModelForImageTextToText"),
+        ("qwen2_audio", "Qwen2AudioForConditionalGeneration, as AutoModelForMultimodalLM"),
+    ],
+)
+def test_a_family_without_its_language_head_is_refused_with_the_class_that_has_one(name, said):
+    with pytest.raises(UnsupportedModel, match=rf"Model has no language head.* {said}"):
+        trainable(FAMILIES[name].build().model, processor=PROCESSOR)
+
+
+def test_a_text_decoder_cut_out_of_its_family_is_refused():
+    with pytest.raises(UnsupportedModel, match=r"^Qwen2_5_VLTextModel has no language head"):
+        trainable(FAMILIES["qwen2_5_vl"].build().get_decoder())
+
+
 def test_a_vision_encoder_without_a_processor_is_refused():
     with pytest.raises(UnsupportedModel, match=r"processor=AutoProcessor"):
         trainable(FAMILIES["llava"].build())

@@ -16,6 +16,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Conv1d, Module, RNNBase
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from trainer_client.adapters.transformers.attention import RING
 from trainer_client.adapters.transformers.families import FAMILIES, Normalization, TextFamily
@@ -33,6 +38,14 @@ from trainer_client.shard import Microbatch, ModalityBatch
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their frequencies depend on the longest position in a batch, beyond a limit.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+# What loads a model with its language head, and the class that it gives of each family. Where a
+# family is in several, the first is that of the whole model.
+HEADED = {
+    "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "AutoModelForMultimodalLM": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+}
 
 
 def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") -> "TrainableModel":
@@ -53,6 +66,7 @@ def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") 
     """
     plain = plain_model(model)
     family_of = family_class(plain)
+    require_language_head(plain)
     obstacles = list(obstacles_of(plain))
     if obstacles:
         raise UnsupportedModel(
@@ -167,6 +181,19 @@ def family_class(plain: Any) -> type[TextFamily]:
             "the four methods of MultimodalModel around it (trainer_client/runtime/README.md)."
         )
     return FAMILIES[kind]
+
+
+def require_language_head(plain: Any) -> None:
+    """Raise UnsupportedModel where a model gives something else than logits of tokens."""
+    if plain.get_output_embeddings() is not None:
+        return
+    kind = plain.config.model_type
+    known = [f"{classes[kind]}, as {auto}" for auto, classes in HEADED.items() if kind in classes]
+    instead = known[0] if known else "the family's own class that has one, as AutoModelForCausalLM"
+    raise UnsupportedModel(
+        f"{type(plain).__name__} has no language head, so that it gives no logits of tokens to "
+        f"train. Load {instead}.from_pretrained(...) gives it."
+    )
 
 
 def obstacles_of(plain: Any) -> Iterator[str]:
