@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from trainer_client.adapters.transformers.attention import RING
+from trainer_client.adapters.transformers.attention import RING, note_mask_windows
 from trainer_client.adapters.transformers.families import FAMILIES, Normalization, TextFamily
 from trainer_client.adapters.transformers.faults import UnsupportedModel
 from trainer_client.adapters.transformers.own_tokens import OwnTokens
@@ -75,6 +75,7 @@ def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") 
         )
     pixels = normalization(plain, processor) if "vision" in family_of.encoders else None
     plain.get_decoder().set_attn_implementation(RING)
+    note_mask_windows(plain.get_decoder())
     return TrainableModel(model, family_of(plain, pixels, kernel)).train()
 
 
