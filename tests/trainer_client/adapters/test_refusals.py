@@ -66,6 +66,15 @@ def test_a_layer_that_asks_for_more_than_the_ring_computes_is_refused(config, se
         one_step(trainable(model_of(config, **settings)))
 
 
+def test_layers_that_do_not_pass_the_pack_on_are_refused_with_either_cause():
+    model = trainable(model_of("NemotronConfig"))
+    said = (
+        r"NemotronAttention .*does not pass on.* cannot be trained.*evaluate or generate.*\"sdpa\""
+    )
+    with pytest.raises(UnsupportedModel, match=said):
+        one_step(model)
+
+
 def test_an_unknown_family_of_images_is_refused_with_those_that_are_known():
     config = transformers.PaliGemmaConfig(text_config={**text(), "model_type": "gemma"})
     with torch.device("meta"):

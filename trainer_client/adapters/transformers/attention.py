@@ -93,9 +93,11 @@ def attend(
     """
     if packed is None:
         raise UnsupportedModel(
-            "this model's attention is the ring, which needs the pack that run_step gives it. To "
-            'evaluate or generate, call set_attn_implementation("sdpa") on the model; the next '
-            "training step takes the ring again."
+            f"{type(module).__name__} was called without the pack that run_step gives the model. "
+            "In run_step that means that a layer does not pass on the arguments which it is given, "
+            "as Nemotron's do not; such a model cannot be trained from packs. Outside of run_step "
+            "the model has the ring still: to evaluate or generate, call "
+            'set_attn_implementation("sdpa") on it; the next training step takes the ring again.'
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     asked = {
