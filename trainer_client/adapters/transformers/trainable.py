@@ -136,8 +136,9 @@ class TrainableModel(Module):
         return self._family.dummy_item(modality, device)
 
     def require_own_tokens(self, microbatch: Microbatch) -> None:
-        """Raise LayoutError where a microbatch that lies on the host was tokenized for another
-        model. Looks until it has seen one with items of each kind."""
+        """Raise LayoutError where a microbatch that lies on the host has ids beyond the vocabulary,
+        or items at other tokens than the model's. Looks until it has seen one with items of each
+        kind."""
         self._tokens.look_at(microbatch)
 
     def encoder_trains(self, modality: str) -> bool:
