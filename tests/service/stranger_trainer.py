@@ -45,9 +45,9 @@ def a_loop(model, optimizer, dataset):
 def transformers_trainer(model, optimizer, dataset):
     from transformers import Trainer, TrainingArguments
 
-    from trainer_client.adapters.transformers import DataPosition
+    from trainer_client.adapters.transformers import DataPosition, LibraryCheckpoints
 
-    class ShardTrainer(Trainer):
+    class ShardTrainer(LibraryCheckpoints, Trainer):
         def get_train_dataloader(self):
             return DataLoader(dataset, batch_size=None, collate_fn=lambda s: {"shard": s})
 

@@ -66,12 +66,53 @@ def test_a_layer_that_asks_for_more_than_the_ring_computes_is_refused(config, se
         one_step(trainable(model_of(config, **settings)))
 
 
+def test_layers_that_do_not_pass_the_pack_on_are_refused_with_either_cause():
+    model = trainable(model_of("NemotronConfig"))
+    said = (
+        r"NemotronAttention .*does not pass on.* cannot be trained.*evaluate or generate.*\"sdpa\""
+    )
+    with pytest.raises(UnsupportedModel, match=said):
+        one_step(model)
+
+
 def test_an_unknown_family_of_images_is_refused_with_those_that_are_known():
     config = transformers.PaliGemmaConfig(text_config={**text(), "model_type": "gemma"})
     with torch.device("meta"):
         model = transformers.PaliGemmaForConditionalGeneration(config)
     with pytest.raises(UnsupportedModel, match=r"family 'paligemma'.* known are gemma3, internvl"):
         trainable(model)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("LlamaModel", r"LlamaForCausalLM, as AutoModelForCausalLM\.from_pretrained"),
+        ("LlamaForSequenceClassification", "LlamaForCausalLM"),
+        ("LlamaForTokenClassification", "LlamaForCausalLM"),
+        ("LlamaForQuestionAnswering", "LlamaForCausalLM"),
+    ],
+)
+def test_a_model_without_a_language_head_is_refused_with_the_class_that_has_one(made, said):
+    config = transformers.LlamaConfig(**text(), num_labels=text()["vocab_size"])
+    with pytest.raises(UnsupportedModel, match=rf"^{made} has no language head.* {said}"):
+        trainable(getattr(transformers, made)(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration, as AutoModelForImageTextToText"),
+        ("qwen2_audio", "Qwen2AudioForConditionalGeneration, as AutoModelForMultimodalLM"),
+    ],
+)
+def test_a_family_without_its_language_head_is_refused_with_the_class_that_has_one(name, said):
+    with pytest.raises(UnsupportedModel, match=rf"Model has no language head.* {said}"):
+        trainable(FAMILIES[name].build().model, processor=PROCESSOR)
+
+
+def test_a_text_decoder_cut_out_of_its_family_is_refused():
+    with pytest.raises(UnsupportedModel, match=r"^Qwen2_5_VLTextModel has no language head"):
+        trainable(FAMILIES["qwen2_5_vl"].build().get_decoder())
 
 
 def test_a_vision_encoder_without_a_processor_is_refused():

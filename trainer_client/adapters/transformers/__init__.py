@@ -1,5 +1,6 @@
 """Models of transformers, trained by `run_step`; and the position in its Trainer's checkpoints."""
 
+from trainer_client.adapters.transformers.checkpoints import LibraryCheckpoints
 from trainer_client.adapters.transformers.chunks import (
     WholeEncoders,
     hidden_states,
@@ -14,6 +15,7 @@ from trainer_client.adapters.transformers.trainable import TrainableModel, train
 __all__ = [
     "CutEncoders",
     "DataPosition",
+    "LibraryCheckpoints",
     "TrainableModel",
     "UnsupportedModel",
     "WholeEncoders",

@@ -7,9 +7,12 @@ computed again in the backward pass (gradient checkpointing) finds its own micro
 compiled layer is one graph for all packs.
 
 transformers builds no mask for an implementation whose name it has no mask function for, and so
-none here: which rows see which is the pack's affair.
+none here: which rows see which is the pack's affair. A window that a model puts into its mask alone
+would be lost so, without a word of its layers: `note_mask_windows` writes it down, and `attend`
+misses it.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +42,34 @@ class PackAttention:
     kernel: Kernel = "auto"
 
 
+def note_mask_windows(decoder: Any) -> None:
+    """Write down at each part of a decoder the window, in tokens, that its library's masks have in
+    that part's layer: `window_of_mask`, or None where there is none that could hide a token.
+
+    It is an attribute, found before training, because layers compile: what looked up its own
+    number in the config would be one graph for each layer.
+    """
+    config = decoder.config
+    longest = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    window = getattr(config, "sliding_window", None) if _masks_windows(decoder) else None
+    if not window or window >= longest:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    sliding = (
+        None if kinds is None else [i for i, k in enumerate(kinds) if k == "sliding_attention"]
+    )
+    for part in decoder.modules():
+        slides = sliding is None or getattr(part, "layer_idx", None) in sliding
+        part.window_of_mask = window if slides else None
+
+
+def _masks_windows(decoder: Any) -> bool:
+    """Whether a decoder's own code makes masks of windows; others may have a number for them, as
+    many a Llama's config has, and never look at it."""
+    code = [sys.modules.get(kind.__module__) for kind in type(decoder).__mro__]
+    return any(hasattr(module, "create_sliding_window_causal_mask") for module in code)
+
+
 def attend(
     module: Module,
     query: Tensor,
@@ -62,9 +93,11 @@ def attend(
     """
     if packed is None:
         raise UnsupportedModel(
-            "this model's attention is the ring, which needs the pack that run_step gives it. To "
-            'evaluate or generate, call set_attn_implementation("sdpa") on the model; the next '
-            "training step takes the ring again."
+            f"{type(module).__name__} was called without the pack that run_step gives the model. "
+            "In run_step that means that a layer does not pass on the arguments which it is given, "
+            "as Nemotron's do not; such a model cannot be trained from packs. Outside of run_step "
+            "the model has the ring still: to evaluate or generate, call "
+            'set_attn_implementation("sdpa") on it; the next training step takes the ring again.'
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     asked = {
@@ -81,6 +114,15 @@ def attend(
                 f"{type(module).__name__} asks for {what}, which the ring does not compute; "
                 "training without it would train another model"
             )
+    if sliding_window is None and (lost := getattr(module, "window_of_mask", None)) is not None:
+        longest = getattr(module.config, "max_position_embeddings", None)
+        raise UnsupportedModel(
+            f"{type(module).__name__} has a window of {lost} tokens in its mask alone, and the "
+            f"ring makes no masks; samples may have {longest} tokens (max_position_embeddings), so "
+            "that training without the window would train another model. Where no sample of the "
+            f"job is longer than {lost}, set sliding_window to {longest} in the model's config "
+            "before trainable()"
+        )
     q, k, v = (_rows(x) for x in (query, key, value))
     found = packed.ring(
         *(q, k, v), scale=scaling, window=sliding_window, spans=packed.spans, kernel=packed.kernel

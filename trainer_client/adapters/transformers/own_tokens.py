@@ -1,5 +1,8 @@
-"""Whether the job was tokenized for this model: features replace embeddings wherever the plan says,
-so that another tokenizer's ids would be trained without a word."""
+"""What shows that a job was tokenized for another model: ids beyond its embeddings, and tokens that
+are not its own where features go. Features replace embeddings wherever the plan says, so that these
+would be trained without a word. Ids of another tokenizer that lie within the vocabulary show
+nothing, and are trained.
+"""
 
 import sys
 from typing import Any

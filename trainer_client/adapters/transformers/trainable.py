@@ -16,8 +16,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Conv1d, Module, RNNBase
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
-from trainer_client.adapters.transformers.attention import RING
+from trainer_client.adapters.transformers.attention import RING, note_mask_windows
 from trainer_client.adapters.transformers.families import FAMILIES, Normalization, TextFamily
 from trainer_client.adapters.transformers.faults import UnsupportedModel
 from trainer_client.adapters.transformers.own_tokens import OwnTokens
@@ -33,6 +38,14 @@ from trainer_client.shard import Microbatch, ModalityBatch
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their frequencies depend on the longest position in a batch, beyond a limit.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+# What loads a model with its language head, and the class that it gives of each family. Where a
+# family is in several, the first is that of the whole model.
+HEADED = {
+    "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "AutoModelForMultimodalLM": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+}
 
 
 def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") -> "TrainableModel":
@@ -53,6 +66,7 @@ def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") 
     """
     plain = plain_model(model)
     family_of = family_class(plain)
+    require_language_head(plain)
     obstacles = list(obstacles_of(plain))
     if obstacles:
         raise UnsupportedModel(
@@ -61,6 +75,7 @@ def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") 
         )
     pixels = normalization(plain, processor) if "vision" in family_of.encoders else None
     plain.get_decoder().set_attn_implementation(RING)
+    note_mask_windows(plain.get_decoder())
     return TrainableModel(model, family_of(plain, pixels, kernel)).train()
 
 
@@ -82,6 +97,31 @@ class TrainableModel(Module):
         """How the model takes items and features."""
         return self._family
 
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Have the library's model compute its layers again in the backward pass, as transformers'
+        Trainer asks for; ``options`` are those of the library's own method."""
+        self._family.model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs=activation_checkpointing_kwargs, **options
+        )
+
+    def activation_checkpointing_disable(self) -> None:
+        """Have the library's model keep what its layers need in the backward pass."""
+        self._family.model.activation_checkpointing_disable()
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """`activation_checkpointing_enable` by its older name, which some versions know alone."""
+        self._family.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs=gradient_checkpointing_kwargs, **options
+        )
+
+    def gradient_checkpointing_disable(self) -> None:
+        """`activation_checkpointing_disable` by its older name."""
+        self._family.model.gradient_checkpointing_disable()
+
     def forward(self, microbatch: Microbatch, groups: GroupPool) -> Tensor:
         """What ``decode`` gives; DDP and FSDP2 hook into this."""
         return forward_microbatch(self, microbatch, groups)
@@ -96,8 +136,9 @@ class TrainableModel(Module):
         return self._family.dummy_item(modality, device)
 
     def require_own_tokens(self, microbatch: Microbatch) -> None:
-        """Raise LayoutError where a microbatch that lies on the host was tokenized for another
-        model. Looks until it has seen one with items of each kind."""
+        """Raise LayoutError where a microbatch that lies on the host has ids beyond the vocabulary,
+        or items at other tokens than the model's. Looks until it has seen one with items of each
+        kind."""
         self._tokens.look_at(microbatch)
 
     def encoder_trains(self, modality: str) -> bool:
@@ -142,6 +183,19 @@ def family_class(plain: Any) -> type[TextFamily]:
             "the four methods of MultimodalModel around it (trainer_client/runtime/README.md)."
         )
     return FAMILIES[kind]
+
+
+def require_language_head(plain: Any) -> None:
+    """Raise UnsupportedModel where a model gives something else than logits of tokens."""
+    if plain.get_output_embeddings() is not None:
+        return
+    kind = plain.config.model_type
+    known = [f"{classes[kind]}, as {auto}" for auto, classes in HEADED.items() if kind in classes]
+    instead = known[0] if known else "the family's own class that has one, as AutoModelForCausalLM"
+    raise UnsupportedModel(
+        f"{type(plain).__name__} has no language head, so that it gives no logits of tokens to "
+        f"train. Load {instead}.from_pretrained(...) gives it."
+    )
 
 
 def obstacles_of(plain: Any) -> Iterator[str]:
