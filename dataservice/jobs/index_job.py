@@ -4,6 +4,7 @@ Apart from the opening of jobs, which loads the planner: that takes longer than 
 source.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,6 +12,7 @@ from dataservice.core.errors import SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.ports import SampleMeasurer
+from dataservice.decode.saved_processor import saved_differences
 from dataservice.jobs.job_file import JobSpec
 from dataservice.jobs.longer_samples import refusal
 from dataservice.jobs.own_formats import format_codes
@@ -19,6 +21,7 @@ from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles, open
 from dataservice.sources.index import IndexSummary, build_index
 from dataservice.sources.shared_indexing import Elsewhere
 
+log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int, int], None]
 """Called with (source, rows done, bytes done, bytes in all)."""
 
@@ -53,6 +56,8 @@ def index_job(
             `longer_than` allows; it gives the reason for each, and the summaries that there are.
         SpecError: the pipeline cannot be built, or a storage profile is not known.
     """
+    for difference in saved_differences(spec.pipeline):  # here, not once in each process
+        log.warning("%s", difference)
     make_measurer = partial(_make_measurer, pipeline_json(spec.pipeline), custom_processors, limits)
     sources: Sequence[SourceSpec] = spec.all_sources
     if elsewhere is None:

@@ -26,6 +26,7 @@ from dataservice.core.sample import (
     SampleRef,
 )
 from dataservice.decode.sample_pipeline import Pipeline
+from dataservice.decode.saved_processor import saved_differences
 from dataservice.decode.token_sequences import IGNORED_LABEL
 from dataservice.jobs.find_samples import Found, Wanted, find
 from dataservice.jobs.job_file import JobSpec
@@ -93,7 +94,7 @@ def preview_job(
 ) -> Iterator[SamplePreview]:
     """The wanted samples of these sources, by default of all, one after another, augmented as in
     this epoch. `note` is told where a source has no usable index, and what that means for the
-    choice. Held-out sources are never augmented.
+    choice, and what a saved image processor does otherwise. Held-out sources are never augmented.
 
     Raises:
         SpecError: there is no such source, or the pipeline cannot be built.
@@ -103,6 +104,8 @@ def preview_job(
     named = _chosen(spec, sources, wanted)
     codes = format_codes(named, custom_processors)
     chosen = opened_sources(named, storage_profiles, codes=codes)
+    for difference in saved_differences(spec.pipeline):
+        note(difference)
     pipeline = pipeline_of(pipeline_json(spec.pipeline), custom_processors, limits, named)
     preview = _Previews(chosen, limits, pipeline, epoch, spec.sources)
     problems = []

@@ -1,5 +1,6 @@
 """From a job file to a record, and from its index to a job that can run."""
 
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, EpochSize, JobLimits
 from dataservice.core.job_setup import JobSetup, LimitsOver
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
 from dataservice.core.mixture_tree import MixtureTree
+from dataservice.core.named_files import judged_by
 from dataservice.core.plan_options import IsfLimits, PlanOptions
 from dataservice.core.split_mix import split_mix
 from dataservice.core.team import NO_TEAM, full_name, team_of
+from dataservice.decode.saved_processor import saved_differences
 from dataservice.jobs.job_file import JobSpec, job_from_json, read_job, require_allowed
 from dataservice.jobs.longer_samples import require_none_refused
 from dataservice.jobs.mixture import mixture_tree, share_tokens
@@ -49,6 +52,7 @@ from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.mixture import Mixture
 from dataservice.sources.roots import Roots
 
+log = logging.getLogger(__name__)
 # Samples by which the limits of ISF packs are found: more would take longer and tell the same.
 MOST_LOOKED_AT = 2**20
 
@@ -143,6 +147,9 @@ def build_files(
     pipeline = pipeline_of(
         pipeline_json(spec.pipeline), custom_processors, limits, spec.sources, roots
     )
+    with judged_by(None if roots is None else roots.hold_file):
+        for difference in saved_differences(spec.pipeline):
+            log.warning("job %s: %s", record.name, difference)
     return BuiltPipeline(fingerprint=pipeline.fingerprint, digests=pipeline.digests)
 
 

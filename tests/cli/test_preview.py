@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dataservice.cli.show_preview import preview_text
 from dataservice.cli.terminal import Terminal
@@ -355,3 +356,14 @@ def test_a_dry_run_fails_where_a_source_cannot_be_indexed_and_shows_the_others(c
     says(
         said, "pages", "dry run: at most the first 1 samples", "error: source 'talks'", BAD["lost"]
     )
+
+
+@pytest.mark.parametrize("command", [("index",), ("index", "--dry-run"), ("preview",)])
+def test_what_the_models_own_processor_does_otherwise_is_said_once(cli, tmp_path, command):
+    home = make_corpus(tmp_path / "corpus")
+    size = {"shortest_edge": 3136, "longest_edge": 50176}
+    Qwen2VLImageProcessorPil(size=size).save_pretrained(home / "tokenizer")
+    name, *options = command
+    said = " ".join(cli.ok(name, home / "job.yaml", *options).err.split())
+    assert said.count("preprocessor_config.json' has size.longest_edge: 50176") == 1
+    says(said, "vision: {kind: qwen2_vl, video_min_pixels: 3136, max_pixels: 50176}")

@@ -63,9 +63,9 @@ class Idefics3Processor:
                 f"{self.kind} tile is {tile}, patch {patch} and shuffle {shuffle}; tile must be at "
                 f"most {LONGEST_SIDE}, and hold a multiple of shuffle of patches a side."
             )
-        if not tile <= self._longest <= min(MOST_ROWS * tile, LONGEST_SIDE):
+        if not tile <= self.longest_side <= min(MOST_ROWS * tile, LONGEST_SIDE):
             raise SpecError(
-                f"{self.kind} longest is {self._longest}; it must be in {tile}.."
+                f"{self.kind} longest is {self.longest_side}; it must be in {tile}.."
                 f"{min(MOST_ROWS * tile, LONGEST_SIDE)}, one to {MOST_ROWS} tiles."
             )
         if not 1 <= self.video_max_frames <= MOST_FRAMES:
@@ -83,14 +83,20 @@ class Idefics3Processor:
         return self.tile or tile, self.patch or patch, self.shuffle or shuffle
 
     @property
-    def _longest(self) -> int:
+    def tile_side(self) -> int:
+        """Side of a tile in pixels, given or published."""
+        return self._sizes[0]
+
+    @property
+    def longest_side(self) -> int:
+        """Longest side of a picture in pixels, given or 4 tiles."""
         return self.longest or 4 * self._sizes[0]
 
     def plan_image(self, *, width: int, height: int) -> VisionPlan:
         """Tiles row by row, then the thumbnail; a picture of one tile is only that."""
         rows, columns = self.tiles(width, height) if self.splitting else (1, 1)
         tile = self._sizes[0]
-        first = fitted(width, height, self._longest)
+        first = fitted(width, height, self.longest_side)
         if rows * columns == 1:
             return self._plan(1, (_square(tile, via=(first,)),), texts=(FAKE + GLOBAL, FAKE))
         grid = View(
@@ -117,9 +123,9 @@ class Idefics3Processor:
         """(rows, columns) of tiles of a picture: fitted, then both sides grow to whole tiles."""
         tile, wide = self._sizes[0], width >= height
         # In floating point as published: rounding decides between two numbers of tiles.
-        fitted_width, fitted_height = fitted(width, height, self._longest)
+        fitted_width, fitted_height = fitted(width, height, self.longest_side)
         shape = fitted_width / fitted_height
-        longer = math.ceil(self._longest / tile) * tile
+        longer = math.ceil(self.longest_side / tile) * tile
         shorter = int(longer / shape) if wide else int(longer * shape)
         counts = math.ceil(shorter / tile), longer // tile
         return counts if wide else counts[::-1]

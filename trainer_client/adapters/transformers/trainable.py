@@ -38,6 +38,8 @@ from trainer_client.shard import Microbatch, ModalityBatch
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their frequencies depend on the longest position in a batch, beyond a limit.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+CHANNELS = 3
+_NORMALIZING = ("image_mean", "image_std", "do_normalize", "do_rescale", "rescale_factor")
 
 # What loads a model with its language head, and the class that it gives of each family. Where a
 # family is in several, the first is that of the whole model.
@@ -57,8 +59,9 @@ def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") 
         of a family in ``families.FAMILIES``; with PEFT's adapters in it or without. It is changed
         in place: its decoder's attention becomes the ring, and it is set to training. Encoders
         keep their attention.
-    processor: what has ``image_mean`` and ``image_std``, or an ``image_processor`` that has; by
-        default that which lies where the model was loaded from. For vision encoders only.
+    processor: what has ``image_mean`` and ``image_std``, or an ``image_processor`` that has; its
+        ``do_normalize``, ``do_rescale`` and ``rescale_factor`` are obeyed. By default that which
+        lies where the model was loaded from. For vision encoders only.
 
     Raises
     ------
@@ -254,15 +257,23 @@ def normalization(plain: Any, processor: Any) -> Normalization:
         settings = _saved_processor(plain.name_or_path)
     else:
         image = getattr(processor, "image_processor", processor)
-        settings = {name: getattr(image, name, None) for name in ("image_mean", "image_std")}
+        settings = {name: getattr(image, name, None) for name in _NORMALIZING}
     mean, std = settings.get("image_mean"), settings.get("image_std")
+    if settings.get("do_normalize") is False:
+        mean, std = (0.0,) * CHANNELS, (1.0,) * CHANNELS
     if mean is None or std is None:
         raise UnsupportedModel(
             f"{type(plain).__name__} has a vision encoder, and the mean and deviation of its "
             f"pixels are not known: no image processor lies in {plain.name_or_path or 'memory'!r}. "
             "Give trainable(model, processor=AutoProcessor.from_pretrained(...))."
         )
-    return Normalization(mean=tuple(mean), std=tuple(std))
+    # Pixels come in [0, 1] here; the processor may take them in [0, 255], or by another factor.
+    factor = settings.get("rescale_factor")
+    factor = 1 / 255 if factor is None else factor
+    scale = 255 * (1.0 if settings.get("do_rescale") is False else factor)
+    return Normalization(
+        mean=tuple(each / scale for each in mean), std=tuple(each / scale for each in std)
+    )
 
 
 def _saved_processor(name_or_path: str) -> dict[str, Any]:

@@ -1,0 +1,316 @@
+"""What the image processor saved with a model's tokenizer does otherwise than the job's.
+
+A built-in kind has the sizes that its models were published with, while the model's own folder may
+say others: pictures would then have other tokens and pixels than the model's own processor gives
+them. `RULES` has, for each family, the settings that mean the same on both sides. Settings that the
+family's processor passes over stand in none: `crop_to_patches` of InternVL and `do_pan_and_scan` of
+Gemma 3, which it replaces by its own defaults, and `do_pad` of LLaVA-NeXT, which fills a batch up.
+Mean and deviation are the trainer's (`trainer_client.adapters.transformers`).
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dataservice.core.errors import SpecError
+from dataservice.core.named_files import read_named
+from dataservice.core.quoting import cut, quoted
+from dataservice.decode.processors.gemma3 import SIDE as GEMMA3_SIDE
+from dataservice.decode.processors.gemma3 import Gemma3Processor
+from dataservice.decode.processors.idefics3 import Idefics3Processor
+from dataservice.decode.processors.internvl import TILE, InternVLProcessor
+from dataservice.decode.processors.llava import SIDE as LLAVA_SIDE
+from dataservice.decode.processors.llava import LlavaProcessor
+from dataservice.decode.processors.llava_next import SIDE as NEXT_SIDE
+from dataservice.decode.processors.llava_next import LlavaNextProcessor
+from dataservice.decode.processors.qwen2_vl import MERGE, PATCH, TEMPORAL_PATCH, Qwen2VLProcessor
+from dataservice.decode.processors.qwen3_vl import PATCH as QWEN3_PATCH
+from dataservice.decode.processors.qwen3_vl import Qwen3VLProcessor
+from dataservice.decode.processors.siglip import SiglipProcessor
+from dataservice.decode.spec import PipelineSpec
+
+FILES = ("processor_config.json", "preprocessor_config.json")
+"""In the order of transformers: an `image_processor` in the first comes before the second."""
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # as Pillow numbers them
+
+Settings = Mapping[str, Any]
+Vision = Any  # one of the built-in processors of `spec.py`
+Options = Callable[[Any], dict[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A setting of the file: the `keys` that it may have there, the first of which counts; what the
+    job's processor does, as a value of it; and which options make the processor do what is saved,
+    as far as some do. `matters` says of the settings whether this one decides anything."""
+
+    keys: tuple[str, ...]
+    does: Callable[[Vision], object]
+    options: Options = lambda saved: {}
+    matters: Callable[[Settings], bool] = lambda settings: True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """The `image_processor_type` of a family's models, its rules, and the vision section that
+    follows a file where no options do, if there is one."""
+
+    classes: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    instead: Callable[[Vision, Settings], dict[str, object] | None] = lambda vision, settings: None
+
+
+def _fixed(key: str, value: object, **more: Any) -> Rule:
+    return Rule(keys=(key,), does=lambda vision: value, **more)
+
+
+def _option(option: str, *keys: str) -> Rule:
+    return Rule(
+        keys=keys,
+        does=lambda vision: getattr(vision, option),
+        options=lambda saved: {option: saved},
+    )
+
+
+def _square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
+
+
+def _qwen(patch: int, *, other: str, other_patch: int) -> Family:
+    return Family(
+        classes=("Qwen2VLImageProcessor",),
+        rules=(
+            # Where a file has both, transformers lets the older name decide.
+            _option("max_pixels", "max_pixels", "size.longest_edge"),
+            _option("min_pixels", "min_pixels", "size.shortest_edge"),
+            _fixed("patch_size", patch),
+            _fixed("merge_size", MERGE),
+            _fixed("temporal_patch_size", TEMPORAL_PATCH),
+            _fixed("do_resize", True),
+            _fixed("resample", BICUBIC),
+        ),
+        instead=lambda vision, settings: (
+            {"kind": other} if settings.get("patch_size") == other_patch else None
+        ),
+    )
+
+
+def _crops(settings: Settings) -> bool:
+    return settings.get("do_center_crop") is not False
+
+
+RULES: dict[type, Family] = {
+    Qwen2VLProcessor: _qwen(PATCH, other="qwen3_vl", other_patch=QWEN3_PATCH),
+    Qwen3VLProcessor: _qwen(QWEN3_PATCH, other="qwen2_5_vl", other_patch=PATCH),
+    InternVLProcessor: Family(
+        classes=("GotOcr2ImageProcessor",),
+        rules=(
+            _option("min_tiles", "min_patches"),
+            _option("max_tiles", "max_patches"),
+            _fixed("size", _square(TILE)),
+            _fixed("resample", BICUBIC),
+        ),
+        # The image processor alone obeys crop_to_patches; InternVL's whole processor always cuts.
+        instead=lambda vision, settings: (
+            {"kind": "transformers", "patch": 14, "merge": 2}
+            if settings.get("crop_to_patches") is True
+            else None
+        ),
+    ),
+    LlavaProcessor: Family(
+        classes=("LlavaImageProcessor", "CLIPImageProcessor"),
+        rules=(
+            Rule(
+                keys=("do_pad",),
+                does=lambda vision: vision.aspect == "pad",
+                options=lambda saved: {"aspect": "pad" if saved else "crop"},
+                # CLIP's knows no such padding.
+                matters=lambda settings: _class(settings) == "LlavaImageProcessor",
+            ),
+            _fixed("size", {"shortest_edge": LLAVA_SIDE}),
+            _fixed("crop_size", _square(LLAVA_SIDE), matters=_crops),
+            # A square that was padded is cropped to itself.
+            _fixed(
+                "do_center_crop", True, matters=lambda settings: settings.get("do_pad") is not True
+            ),
+            _fixed("do_resize", True),
+            _fixed("resample", BICUBIC),
+        ),
+        instead=lambda vision, settings: {"kind": "transformers", "patch": 14},
+    ),
+    LlavaNextProcessor: Family(
+        classes=("LlavaNextImageProcessor",),
+        rules=(
+            Rule(
+                keys=("image_grid_pinpoints",),
+                does=lambda vision: [[h * NEXT_SIDE, w * NEXT_SIDE] for h, w in vision.canvases],
+                options=lambda saved: {
+                    "canvases": tuple((h // NEXT_SIDE, w // NEXT_SIDE) for h, w in saved)
+                },
+            ),
+            _fixed("size", {"shortest_edge": NEXT_SIDE}),
+            # Its height is that of the squares, whether or not they are cropped.
+            _fixed("crop_size", _square(NEXT_SIDE)),
+            _fixed("resample", BICUBIC),
+        ),
+    ),
+    Gemma3Processor: Family(
+        classes=("Gemma3ImageProcessor",),
+        rules=(
+            _fixed("size", _square(GEMMA3_SIDE)),
+            _fixed("do_resize", True),
+            _fixed("resample", BILINEAR),
+        ),
+    ),
+    Idefics3Processor: Family(
+        classes=("Idefics3ImageProcessor", "SmolVLMImageProcessor"),
+        rules=(
+            Rule(
+                keys=("max_image_size.longest_edge",),
+                does=lambda vision: vision.tile_side,
+                options=lambda saved: {
+                    "tile": saved,
+                    # 512 is the tile of SmolVLM's smaller models, whose patches are others too.
+                    **({"patch": 16, "shuffle": 4} if saved == 512 else {}),
+                },
+            ),
+            Rule(
+                keys=("size.longest_edge",),
+                does=lambda vision: vision.longest_side,
+                options=lambda saved: {"longest": saved},
+            ),
+            _option("splitting", "do_image_splitting"),
+            _fixed("do_resize", True),
+            _fixed("resample", LANCZOS),
+        ),
+    ),
+    SiglipProcessor: Family(
+        classes=("SiglipImageProcessor",),
+        rules=(
+            Rule(
+                keys=("size",),
+                does=lambda vision: _square(vision.side),
+                options=lambda saved: {"side": saved["height"]},
+            ),
+            Rule(
+                keys=("resample",),
+                does=lambda vision: BILINEAR if vision.kind == "siglip2" else BICUBIC,
+                options=lambda saved: {"kind": "siglip2" if saved == BILINEAR else "siglip"},
+            ),
+            _fixed("do_resize", True),
+        ),
+        instead=lambda vision, settings: {"kind": "transformers", "patch": vision.patch},
+    ),
+}
+
+
+def saved_differences(spec: PipelineSpec) -> tuple[str, ...]:
+    """One sentence for each setting of the image processor beside the job's tokenizer that the
+    job's vision processor does otherwise, with the line of the job file that follows it. Nothing
+    where no processor is saved, or none that is known here: this never fails a job."""
+    family, found = RULES.get(type(spec.vision)), _saved(Path(spec.tokenizer))
+    if family is None or found is None:
+        return ()
+    file, settings = found
+    if _class(settings) not in family.classes:
+        return ()
+    return tuple(_told(spec.vision, family, file, settings))
+
+
+def _saved(tokenizer: Path) -> tuple[Path, Settings] | None:
+    """The settings that transformers would read in the folder of a tokenizer, and their file."""
+    for name in FILES:
+        try:
+            folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+            plain = json.loads(read_named(folder / name))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if name == FILES[0] and isinstance(plain, dict):
+            plain = plain.get("image_processor")
+        if isinstance(plain, dict):
+            return folder / name, plain
+    return None
+
+
+def _class(settings: Settings) -> str:
+    """The class that a file names, without its backend."""
+    return str(settings.get("image_processor_type")).removesuffix("Fast").removesuffix("Pil")
+
+
+def _value(settings: Settings, key: str) -> object:
+    """The value of a key, of a nested one behind a dot; None where there is none."""
+    value: object = settings
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, dict):  # releases write the sides that a size does not have as null
+        return {name: side for name, side in value.items() if side is not None}
+    return value
+
+
+def _told(vision: Vision, family: Family, file: Path, settings: Settings) -> Iterator[str]:
+    """A sentence for each difference. One line follows the whole file, where one does."""
+    different = list(_different(vision, family, settings))
+    followed, options = _followed(vision, different)
+    instead = family.instead(vision, settings) if len(followed) < len(different) else None
+    if instead is not None and instead["kind"] == "transformers":
+        instead = {**instead, "folder": str(file.parent)}
+    own = {f.name: v for f in fields(vision) if (v := getattr(vision, f.name)) != f.default}
+    line = _line(instead or {"kind": vision.kind, **own, **options})
+    for rule, key, saved in different:
+        remedy = f"To follow the file, write {line} in the job file."
+        if instead is None and rule not in followed:
+            remedy = (
+                "No kind follows the file: write a class of your own, vision: {kind: custom}, or "
+                "train the model on what this kind makes."
+            )
+        yield (
+            f"{quoted(str(file), 400)} has {key}: {_written(saved)}, and vision: {{kind: "
+            f"{vision.kind}}} does as with {_written(rule.does(vision))}, so that tokens or pixels "
+            f"are not those of the model's own processor. {remedy}"
+        )
+
+
+def _different(
+    vision: Vision, family: Family, settings: Settings
+) -> Iterator[tuple[Rule, str, object]]:
+    """The rules whose setting is saved with another value than the job's, its key and value."""
+    for rule in family.rules:
+        saved = ((key, _value(settings, key)) for key in rule.keys)
+        key, value = next((each for each in saved if each[1] is not None), ("", None))
+        ours = rule.does(vision)
+        # What is of another type is of a release that is not known here.
+        if type(value) is type(ours) and value != ours and rule.matters(settings):
+            yield rule, key, value
+
+
+def _followed(
+    vision: Vision, different: Sequence[tuple[Rule, str, object]]
+) -> tuple[list[Rule], dict[str, object]]:
+    """The rules that options of the kind follow, and these options: all together, since one limit
+    alone may lie beyond the other."""
+    rules = different
+    while rules:
+        try:
+            options = {name: o for rule, _, v in rules for name, o in rule.options(v).items()}
+            changed = replace(vision, **options)
+            kept = [each for each in rules if each[0].does(changed) == each[2]]
+        except (SpecError, TypeError, ValueError, KeyError):
+            break
+        if len(kept) == len(rules):
+            return [rule for rule, _, _ in rules], options
+        rules = kept
+    return [], {}
+
+
+def _line(section: Mapping[str, object]) -> str:
+    inside = ", ".join(f"{name}: {_written(value)}" for name, value in section.items())
+    return f"vision: {{{inside}}}"
+
+
+def _written(value: object) -> str:
+    """A value as a job file writes it, on one line."""
+    plain = isinstance(value, str) and re.fullmatch(r"[\w./-]+", value)
+    return str(value) if plain else cut(json.dumps(value), 400)
