@@ -56,7 +56,7 @@ def tiny(name, tied):
     return model
 
 
-def train(recipe, model, name, folder, *, steps=STEPS, resume=None, **options):
+def train(recipe, model, name, folder, *, steps=STEPS, resume=None, beside=None, **options):
     """The wrapped model after the Trainer's steps; each of them leaves a checkpoint. The steps that
     a checkpoint is behind are passed over, as a dataset at its position would."""
     samples = samples_of(name, FAMILIES[name].build(), 1)
@@ -67,7 +67,12 @@ def train(recipe, model, name, folder, *, steps=STEPS, resume=None, **options):
         lr_scheduler_type="constant", ignore_data_skip=True, use_cpu=True, report_to="none",
         disable_tqdm=True, **options,
     )  # fmt: skip
-    trainer = recipe(trainable(model, processor=PROCESSOR), settings, train_dataset=shards)
+    trainer = recipe(
+        trainable(model, processor=PROCESSOR),
+        settings,
+        train_dataset=shards,
+        processing_class=beside,
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer.model
 
@@ -84,6 +89,13 @@ def test_the_library_loads_what_its_trainer_saved(recipe, tmp_path, name, tied):
     assert type(loaded) is type(model.model)
     assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied
     torch.testing.assert_close(weights_of(loaded), weights_of(model.model), rtol=0, atol=0)
+
+
+def test_a_processor_beside_the_weights_makes_the_checkpoint_trainable(recipe, tmp_path):
+    name = "qwen2_5_vl"
+    processor = transformers.Qwen2VLImageProcessorPil(image_mean=[0.1, 0.2, 0.3])
+    train(recipe, tiny(name, False), name, tmp_path, steps=1, beside=processor)
+    trainable(LOADED_BY[name].from_pretrained(tmp_path / "checkpoint-1"))  # refused without one
 
 
 @pytest.mark.parametrize("tied", [False, True])
