@@ -76,8 +76,9 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
 
 
 def metrics_addresses(service: ServiceProcess) -> list[str]:
-    """Where each worker that counts is scraped, then the coordinator."""
-    return re.findall(r"metrics at http://(\S+)/metrics", service.log.read_text())
+    """Where each worker that counts is scraped, then the coordinator, whichever started first."""
+    found = re.findall(r"(worker\S+: )?metrics at http://(\S+)/metrics", service.log.read_text())
+    return [address for _, address in sorted(found, key=lambda of: of[0] == "")]
 
 
 def scraped(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
