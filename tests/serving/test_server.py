@@ -115,15 +115,17 @@ from dataservice.core.errors import SpecError
 from dataservice.serving.binding import bind
 
 server = grpc.server(futures.ThreadPoolExecutor(1))
-try:
-    while True:
-        os.open(os.devnull, os.O_RDONLY)
-except OSError:
-    pass
-try:
-    bind(server, "127.0.0.1:0", None)
-except SpecError as error:
-    os.write(1, str(error).encode())
+for _ in range(100):  # gRPC's threads may close a file between
+    try:
+        while True:
+            os.open(os.devnull, os.O_RDONLY)
+    except OSError:
+        pass
+    try:
+        bind(server, "127.0.0.1:0", None)
+    except SpecError as error:
+        os.write(1, str(error).encode())
+        break
 os._exit(0)
 """
 
