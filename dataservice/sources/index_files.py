@@ -24,6 +24,7 @@ from multiprocessing.sharedctypes import Synchronized
 from threading import Thread
 from typing import TypeVar
 
+from dataservice.core import garbage
 from dataservice.core.errors import SourceError
 from dataservice.sources.file_indexer import (
     FileIndexer,
@@ -193,6 +194,7 @@ def _start_process(task: IndexTask, counter: Counter, closing: "Synchronized[int
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     _closing = closing
     Thread(target=_end_with_parent, daemon=True).start()
+    garbage.search_seldom()  # rows are many objects, and none is in a cycle
     folder = IndexFolder(task.out_dir, task.spec.name)
     _indexer = FileIndexer(task, counter, folder.replace)
 
