@@ -27,7 +27,7 @@ import yaml
 from benchmarks.harness import hardware
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS
 from dataservice.core.tokens import new_token, token_digest
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.serving.client_access import Access
 from dataservice.serving.coordinator_client import CoordinatorClient

@@ -22,7 +22,7 @@ import yaml
 
 from benchmarks.harness import hardware
 from dataservice.core.errors import ServiceError
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.operate.tokens_file import make_token
 from dataservice.serving.client_access import Access

@@ -28,7 +28,7 @@ from benchmarks.scale.submitted_index import FIRST, link_files, opened
 from dataservice.core.cursor import Cursor
 from dataservice.core.job import AttemptRecord, LedgerEntry
 from dataservice.engine.planner import pass_over
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.serving.coordinator_client import CoordinatorClient
 from dataservice.sources.index_cache import LENGTHS, IndexCache

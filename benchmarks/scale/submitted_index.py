@@ -28,7 +28,7 @@ from dataservice.core.job_setup import JobSetup
 from dataservice.core.kernels import load_kernels
 from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
 from dataservice.core.sample import IntArray
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.opener import JobOpener
 from dataservice.sources.detail_file import DetailFile

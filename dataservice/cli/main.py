@@ -121,7 +121,7 @@ def index(
 
     Example: `dataservice index job.yaml --processes 8`
     """
-    from dataservice.jobs.index_job import IndexIncompleteError, index_job
+    from dataservice.jobs.indexing import IndexIncompleteError, index_job
     from dataservice.jobs.mixture import mixture_of_summaries
     from dataservice.operate.config import read_config
 
@@ -185,7 +185,7 @@ def _dry_run(
 ) -> None:
     from dataservice.cli import show_index
     from dataservice.jobs.dry_run import dry_run
-    from dataservice.jobs.index_job import IndexIncompleteError
+    from dataservice.jobs.indexing import IndexIncompleteError
 
     with index_progress(Terminal(stderr=True)) as progress:
         done = dry_run(

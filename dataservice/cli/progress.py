@@ -25,7 +25,7 @@ from dataservice.cli.terminal import Terminal
 
 if TYPE_CHECKING:  # they load the planner
     from dataservice.jobs.calibrate import Tell as TellMeasured
-    from dataservice.jobs.index_job import Progress as Tell
+    from dataservice.jobs.indexing import Progress as Tell
 
 
 @contextmanager

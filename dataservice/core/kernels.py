@@ -20,7 +20,7 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., Any])
 Number = type[np.generic]
 _stated: "list[_Stated]" = []
-_helpers: list[tuple[Callable[..., Any], dict[str, str]]] = []  # that numba does not know yet
+_helpers: list[tuple[Callable[..., Any], str]] = []  # that numba does not know yet, and "inline"
 _telling = Lock()
 
 
@@ -61,13 +61,13 @@ def kernel(*signatures: tuple[Argument, ...]) -> Callable[[F], F]:
 
 def helper(function: F) -> F:
     """A function that kernels call, compiled with each of them."""
-    _helpers.append((function, {}))
+    _helpers.append((function, "never"))
     return function
 
 
 def inlined(function: F) -> F:
     """The same, written out where kernels call it."""
-    _helpers.append((function, {"inline": "always"}))
+    _helpers.append((function, "always"))
     return function
 
 
@@ -104,8 +104,8 @@ def _tell_helpers() -> None:
 
     with _telling:
         while _helpers:
-            function, options = _helpers.pop()
-            register_jitable(**options)(function) if options else register_jitable(function)
+            function, inline = _helpers.pop()
+            register_jitable(inline=inline)(function)
 
 
 def _numba_type(of: Argument) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataservice.core.limits import DEFAULT_LIMITS, DecodeLimits
-from dataservice.jobs.index_job import IndexIncompleteError, Progress, index_job
+from dataservice.jobs.indexing import IndexIncompleteError, Progress, index_job
 from dataservice.jobs.job_file import JobSpec
 from dataservice.jobs.storage_profiles import NO_PROFILES, StorageProfiles
 from dataservice.sources.index import IndexSummary

@@ -34,10 +34,10 @@ from dataservice.sources.index_folder import LENGTHS, IndexFolder, part_name
 from dataservice.sources.index_rows import IndexRows
 from dataservice.sources.lengths_by_id import LengthsById
 from dataservice.sources.lengths_file import COLUMNS, Lengths, MappedLengths
-from dataservice.sources.manifest import LongSamples, Manifest, PartRecord
+from dataservice.sources.manifest import LongSamples, Manifest, PartRecord, read_manifest
 from dataservice.sources.ranges import SourceRanges
 from dataservice.sources.roots import Roots
-from dataservice.sources.totals import SourceTotals, read_manifest
+from dataservice.sources.totals import SourceTotals
 
 _ROWS_VERSION = 2  # of the files of checked rows: another one finds none of those that are kept
 

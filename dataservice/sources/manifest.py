@@ -19,6 +19,7 @@ from typing import Any
 from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
 from dataservice.core.sample import RawSample
+from dataservice.sources.index_folder import MANIFEST, IndexFolder
 from dataservice.sources.opened import OpenedSource
 from dataservice.sources.storage import SourceFile, static_prefix
 
@@ -304,3 +305,15 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     return Manifest(
         source=str(fields["source"]), recipe=recipe, parts=tuple(parts), left_out=left_out
     )
+
+
+def read_manifest(folder: IndexFolder) -> Manifest:
+    """The manifest of a complete index. Raises IndexStaleError where there is none."""
+    text = folder.read(MANIFEST)
+    if text is None:
+        raise IndexStaleError(
+            f"source {folder.source!r} has no complete index at {folder.path}. Write it: {AGAIN} "
+            "(an interrupted run is taken up where it ended; the same files give the same index, "
+            "and checkpoints fit it)."
+        )
+    return Manifest.from_json(text, f"{folder.path}/{MANIFEST}")

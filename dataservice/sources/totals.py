@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataservice.core.errors import IndexStaleError
 from dataservice.core.job import SourceSpec
-from dataservice.sources.index_folder import MANIFEST, IndexFolder
-from dataservice.sources.manifest import AGAIN, Manifest
+from dataservice.sources.index_folder import IndexFolder
+from dataservice.sources.manifest import read_manifest
 from dataservice.sources.part_reader import read_numbers
 from dataservice.sources.roots import Roots
 
@@ -44,15 +43,3 @@ def read_totals(
             )
         )
     return tuple(totals)
-
-
-def read_manifest(folder: IndexFolder) -> Manifest:
-    """The manifest of a complete index. Raises IndexStaleError where there is none."""
-    text = folder.read(MANIFEST)
-    if text is None:
-        raise IndexStaleError(
-            f"source {folder.source!r} has no complete index at {folder.path}. Write it: {AGAIN} "
-            "(an interrupted run is taken up where it ended; the same files give the same index, "
-            "and checkpoints fit it)."
-        )
-    return Manifest.from_json(text, f"{folder.path}/{MANIFEST}")

@@ -84,7 +84,7 @@ def test_every_module_of_the_service_stands_under_a_rule() -> None:
         ("operate.config", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "ray"]),
         ("operate.fleet", ["grpc", "av", "numba", "scipy", "PIL", "tokenizers", "pyarrow", "ray"]),
         ("core.kernels", ["numba"]),
-        ("jobs.index_job", ["grpc", "numba", "scipy", "pandas", "torch", "ray"]),
+        ("jobs.indexing", ["grpc", "numba", "scipy", "pandas", "torch", "ray"]),
         ("jobs.mixture", ["grpc", "numba", "scipy", "pandas", "torch", "ray"]),
         ("serving.server", ["av", "numba", "scipy", "PIL", "tokenizers", "pyarrow", "ray"]),
         ("jobs.sample_pipeline", ["grpc", "torch", "ray"]),

@@ -26,8 +26,8 @@ from dataservice.core.index_orders import (
     IndexProgress,
     IndexWaiting,
 )
-from dataservice.jobs.index_job import IndexIncompleteError, index_job
 from dataservice.jobs.index_program import IndexProgram
+from dataservice.jobs.indexing import IndexIncompleteError, index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.setup import index_pipelines, job_records
 from dataservice.jobs.worker_pipeline import code_owner

@@ -25,7 +25,7 @@ import trustme
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.operate.tokens_file import make_token
 from demo.tokenizer import train_tokenizer

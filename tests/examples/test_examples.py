@@ -19,7 +19,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from tests.examples.ranks import main
 from tests.forking import forking

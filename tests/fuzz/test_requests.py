@@ -24,7 +24,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from dataservice.app import Service, start_service
 from dataservice.core.authority import COMMAND_METADATA, command_token
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.operate.config import ServiceConfig
 from tests.decode.files import Kitchen

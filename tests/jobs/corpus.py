@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from dataservice.core.sample import DecodedSample, RawSample
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import JobSpec, read_job
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
 from dataservice.sources.formats.registry import list_files, open_format

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dataservice.jobs.dry_run import dry_run
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from tests.jobs.corpus import BAD, USABLE, job_of, write_job
 
 

@@ -11,7 +11,7 @@ from dataservice.core.cursor import Cursor
 from dataservice.core.errors import IndexStaleError, SourceError, SpecError
 from dataservice.engine.planner import draw_step
 from dataservice.jobs.index_batches import index_batches
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.setup import job_records, open_job
 from tests.service.small import SAMPLES, make_corpus, write_job

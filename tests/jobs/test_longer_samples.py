@@ -16,7 +16,7 @@ import yaml
 from dataservice.core.errors import IndexStaleError, SpecError
 from dataservice.core.sample import RawSample
 from dataservice.jobs.dry_run import dry_run
-from dataservice.jobs.index_job import IndexIncompleteError, index_job
+from dataservice.jobs.indexing import IndexIncompleteError, index_job
 from dataservice.jobs.preview import Wanted, preview_job
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
 from dataservice.jobs.setup import build_files, find_files, job_records, open_job

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dataservice.core.errors import IndexStaleError
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.mixture import mixture_as_indexed, mixture_of_summaries, mixture_tree
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
 from dataservice.sources.catalog import find_index

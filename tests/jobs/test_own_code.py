@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from dataservice.core.errors import SpecError
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.sample_pipeline import pipeline_json, pipeline_of
 from dataservice.jobs.setup import build_files, job_records
 from tests.jobs.corpus import job_of, make_corpus, write_job

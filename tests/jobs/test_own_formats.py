@@ -7,7 +7,7 @@ import pytest
 
 from dataservice.core.errors import IndexStaleError, SpecError, StateError
 from dataservice.jobs.find_samples import Wanted
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.preview import preview_job
 from dataservice.jobs.setup import build_files, find_files, job_records, open_job
 from dataservice.jobs.worker_pipeline import code_owner

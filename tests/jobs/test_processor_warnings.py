@@ -8,7 +8,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from dataservice.jobs.dry_run import dry_run
 from dataservice.jobs.find_samples import Wanted
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.preview import preview_job
 from dataservice.jobs.setup import build_files, job_records
 from tests.jobs.corpus import job_of, write_job

@@ -18,7 +18,7 @@ from dataservice.core.ports import SampleStream
 from dataservice.core.sample import IntArray, LengthTable
 from dataservice.engine.planner import PlannedStep, in_order, plan_step
 from dataservice.jobs import setup
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.sample_order import SampleOrder
 from dataservice.jobs.setup import job_records, open_job
 from dataservice.sources.catalog import IndexedCatalog

@@ -15,7 +15,7 @@ from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
 from dataservice.core.storage_profile import StorageProfile
 from dataservice.jobs.dry_run import dry_run
 from dataservice.jobs.find_samples import Wanted
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import JobSpec, read_job
 from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.preview import preview_job

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from filelock import FileLock
 
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from demo.corpus import make_corpus
 from demo.tokenizer import train_tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import webdataset
 import yaml
 
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from demo.media import draw_scene, encode_image, encode_video
 from demo.tokenizer import train_tokenizer

@@ -21,7 +21,7 @@ from dataservice.core.errors import IndexStaleError, SpecError
 from dataservice.core.job_limits import JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from dataservice.jobs.opener import JobOpener
 from dataservice.jobs.sample_pipeline import decoder_of

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from tests.documents import ROOT, blocks
 from tests.service.small import make_corpus, write_job

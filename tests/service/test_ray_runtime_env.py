@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from soak.cluster import cluster
 from tests.service.small import SAMPLES, make_corpus, write_job

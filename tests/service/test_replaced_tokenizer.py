@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataservice.jobs.index_job import index_job
+from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
 from soak.processes import decoders
 from tests.service.small import SAMPLES, make_corpus, write_job

@@ -10,7 +10,7 @@ import pytest
 from dataservice.core.errors import SampleError
 from dataservice.core.job import ColumnMap, SourceSpec
 from dataservice.core.sample import MediaBlob
-from dataservice.sources.formats.completeness import UnreadFiles, require_all_media
+from dataservice.sources.formats.completeness import Completeness
 from tests.decode.files import Files
 from tests.sources.support import scan
 
@@ -20,7 +20,7 @@ PNG = Files.image(8, 8, "PNG")
 def check(record, *kinds, unnamed=False, file="data/a.jsonl", **more):
     spec = SourceSpec(name="s", url="u", format="jsonl", **more)
     media = [MediaBlob(kind=kind, name="x", data=b"x") for kind in kinds]
-    require_all_media(spec, record, media, file=file, unnamed=unnamed)
+    Completeness(spec).require(record, media, file=file, unnamed=unnamed)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_metadata_of_ordinary_sets_are_let_alone(record):
 
 def said(caplog, *records, kinds=(), unnamed=False, **more):
     """What is said of records of a source, one after another."""
-    unread = UnreadFiles(SourceSpec(name="s", url="u", format="jsonl", **more))
+    completeness = Completeness(SourceSpec(name="s", url="u", format="jsonl", **more))
     media = [MediaBlob(kind=kind, name="x", data=b"x") for kind in kinds]
     caplog.clear()
     for record in records:
-        unread.look(record, media, file="data/a.jsonl", unnamed=unnamed)
+        completeness.require(record, media, file="data/a.jsonl", unnamed=unnamed)
     return caplog.messages
 
 

@@ -83,7 +83,7 @@ def _place(
             left[group] -= ranks_per_node
             whole += 1
     # What is left of wide groups takes its turn, widest first.
-    wide, count = np.empty(wider + 1, np.int64), 0
+    wide, count = np.empty(wider, np.int64), 0
     for group in order[:wider]:
         wide[count] = group
         count += 1 < left[group] < ranks_per_node

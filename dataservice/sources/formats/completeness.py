@@ -43,41 +43,9 @@ _MOST_SAID = 8  # keys of a source, behind which a record may have a key for eve
 _SEGMENTS = (("start", "end"), ("start_time", "end_time"), ("begin", "end"), ("offset", "duration"))
 
 
-def require_all_media(
-    spec: SourceSpec,
-    record: Mapping[str, object],
-    media: Sequence[MediaBlob],
-    *,
-    file: str,
-    unnamed: bool = False,
-) -> None:
-    """`record` is the record without the keys already read; `unnamed` says that the media were not
-    read from the record, so the record may also name each of them.
-
-    Raises:
-        SampleError: media are missing, or a part of one is meant; the message names the key and the
-            remedy.
-    """
-    _refuse_segment(spec, record, media)
-    files = Counter(blob.kind for blob in media)
-    spare = Counter(files) if unnamed else Counter[MediaKind]()
-    for key, value in _entries(record):
-        kind = _named_kind(key, value, file) if key not in spec.ignore else None
-        if kind is None or kind in spec.media_columns:
-            continue
-        lost = not files[kind]
-        if naming_kind(key) == kind:
-            spare[kind] -= files_in(value)
-            lost |= spare[kind] < 0
-        if lost:
-            raise _lost(key, value, kind, files[kind], column=key in record and not unnamed)
-    for key, value in record.items():
-        if key not in spec.ignore and key not in TURNS:
-            _refuse_inner(spec, key, value, files, column=not unnamed)
-
-
-class UnreadFiles:
-    """Says of a source's records, once for each key, that it names files which nobody reads."""
+class Completeness:
+    """Of one source: refuses samples whose record names media that they lack, and says of its keys,
+    once each, that they name files which nobody reads."""
 
     def __init__(self, spec: SourceSpec) -> None:
         texts = {column.split(".")[0] for column in spec.columns.of_records.values()}
@@ -85,7 +53,7 @@ class UnreadFiles:
         self._read = _TEXTS | texts | set(spec.ignore)
         self._said: set[str] = set()
 
-    def look(
+    def require(
         self,
         record: Mapping[str, object],
         media: Sequence[MediaBlob],
@@ -93,21 +61,48 @@ class UnreadFiles:
         file: str,
         unnamed: bool = False,
     ) -> None:
-        """Log a warning for keys of a complete sample that name files of a kind that it lacks;
-        arguments as for `require_all_media`."""
-        kinds = {blob.kind for blob in media} | set(self._spec.media_columns)
+        """`record` is the record without the keys already read; `unnamed` says that the media were
+        not read from the record, so the record may also name each of them.
+
+        Raises:
+            SampleError: media are missing, or a part of one is meant; the message names the key and
+                the remedy.
+        """
+        spec = self._spec
+        _refuse_segment(spec, record, media)
+        files = Counter(blob.kind for blob in media)
+        spare = Counter(files) if unnamed else Counter[MediaKind]()
+        for key, value in _entries(record):
+            kind = _named_kind(key, value, file) if key not in spec.ignore else None
+            if kind is None or kind in spec.media_columns:
+                continue
+            lost = not files[kind]
+            if naming_kind(key) == kind:
+                spare[kind] -= files_in(value)
+                lost |= spare[kind] < 0
+            if lost:
+                raise _lost(key, value, kind, files[kind], column=key in record and not unnamed)
         for key, value in record.items():
-            if key in self._read or key in self._said or len(self._said) >= _MOST_SAID:
-                continue
-            kind = first_path_kind(value)
-            if kind is None or kind in kinds:
-                continue
+            if key not in spec.ignore and key not in TURNS:
+                _refuse_inner(spec, key, value, files, column=not unnamed)
+        for key, value in record.items():
+            if key not in self._read and key not in self._said:
+                self._tell_unread(key, value, files, file, column=not unnamed)
+
+    def _tell_unread(
+        self, key: str, value: object, files: Counter[MediaKind], file: str, *, column: bool
+    ) -> None:
+        """Log a warning where a key names a file of a kind that a complete sample lacks."""
+        kind = first_path_kind(value)
+        if kind is None or files[kind] or kind in self._spec.media_columns:
+            return
+        if len(self._said) < _MOST_SAID:
             self._said.add(key)
             log.warning(
                 "source %r: %s: key %s names %s %s, which is not read, and its sample has no %s. "
                 "%s, or write ignore: [%s] in the source if that is right",
                 *(self._spec.name, file, quoted(key), kind, quoted(value, 80), kind),
-                *(_remedy(key, kind, column=not unnamed), quoted(key, 60)),
+                *(_remedy(key, kind, column=column), quoted(key, 60)),
             )
 
 

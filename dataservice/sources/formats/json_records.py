@@ -6,7 +6,7 @@ from dataservice.core.errors import SampleError, SourceError
 from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.sample import ByteSpan, RawSample, SampleLocation
-from dataservice.sources.formats.completeness import UnreadFiles, require_all_media
+from dataservice.sources.formats.completeness import Completeness
 from dataservice.sources.formats.content import parse_record, record_key
 from dataservice.sources.formats.file_format import FileFormat
 from dataservice.sources.formats.layout import laid_out, loss_weight_of
@@ -24,7 +24,7 @@ class JsonRecords(FileFormat):
 
     def __init__(self, spec: SourceSpec, storage: Storage, limits: DecodeLimits) -> None:
         super().__init__(spec, storage, limits)
-        self._unread = UnreadFiles(spec)
+        self._completeness = Completeness(spec)
 
     def require_plain(self, head: bytes, file: SourceFile) -> None:
         """Raises SourceError where a file begins as a compressed one does, as UTF-16, or as one
@@ -86,8 +86,7 @@ class JsonRecords(FileFormat):
         media = read_refs(refs, file, self._storage, self._limits)
         read = media_keys(self._spec)
         unread = {name: value for name, value in record.items() if name not in read}
-        require_all_media(self._spec, unread, media, file=file)
-        self._unread.look(unread, media, file=file)
+        self._completeness.require(unread, media, file=file)
         return RawSample(
             key=key,
             record=without_held(laid, refs),

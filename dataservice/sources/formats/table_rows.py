@@ -18,7 +18,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.quoting import cut
 from dataservice.core.sample import MediaBlob, MediaKind, RawSample
-from dataservice.sources.formats.completeness import UnreadFiles, require_all_media
+from dataservice.sources.formats.completeness import Completeness
 from dataservice.sources.formats.content import parse_json, record_key
 from dataservice.sources.formats.layout import laid_out, loss_weight_of
 from dataservice.sources.formats.media_names import path_kind
@@ -48,7 +48,7 @@ class TableRows:
         self._spec = spec
         self._storage = storage
         self._limits = limits
-        self._unread = UnreadFiles(spec)
+        self._completeness = Completeness(spec)
 
     def scanned(
         self, columns: Columns, cells: Row | SampleError, path: str, fallback_key: str
@@ -77,8 +77,7 @@ class TableRows:
         in_columns = {blob.kind for blob in media}
         refs = [ref for ref in refs_in_parts(laid) if ref.kind not in in_columns]
         media += read_refs(refs, path, self._storage, self._limits)
-        require_all_media(self._spec, record, media, file=path)
-        self._unread.look(record, media, file=path)
+        self._completeness.require(record, media, file=path)
         return RawSample(
             key=key,
             record=without_held(laid, refs),

@@ -22,7 +22,7 @@ from dataservice.core.job import SourceSpec
 from dataservice.core.limits import DecodeLimits
 from dataservice.core.quoting import cut, quoted
 from dataservice.core.sample import ByteSpan, MediaBlob, MediaKind, RawSample, SampleLocation
-from dataservice.sources.formats.completeness import UnreadFiles, require_all_media
+from dataservice.sources.formats.completeness import Completeness
 from dataservice.sources.formats.content import (
     natural_order,
     parse_record,
@@ -130,7 +130,7 @@ class WebDatasetTar(FileFormat):
         super().__init__(spec, storage, limits)
         self._ignored = {suffix.lower().lstrip(".") for suffix in spec.ignore}
         self._said: set[str] = set()
-        self._unread = UnreadFiles(spec)
+        self._completeness = Completeness(spec)
 
     def files(self) -> tuple[SourceFile, ...]:
         """The tars at the source's URL. Of a folder that Energon prepared, those of its split
@@ -234,8 +234,7 @@ class WebDatasetTar(FileFormat):
         for name, text in texts.items():
             _refuse_other_text(record, name, text)
             record.setdefault("text", text)
-        require_all_media(self._spec, record, media, file=file, unnamed=True)
-        self._unread.look(record, media, file=file, unnamed=True)
+        self._completeness.require(record, media, file=file, unnamed=True)
         laid = laid_out(record, self._spec)
         return RawSample(
             key=key,
