@@ -18,11 +18,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -50,6 +50,8 @@ INTRODUCTION_S = 5.0
 END_S = 2.0  # for a worker to exit after it has finished its streams
 REMOVALS = 50
 REMOVAL_PAUSE_S = 0.1
+
+Started = TypeVar("Started")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,15 +356,17 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
             "object_store_memory": config.object_store_bytes,
             "_temp_dir": None if temp_dir is None else str(temp_dir),
         }
+    init = partial(
+        ray.init,
+        include_dashboard=False,
+        log_to_driver=config.log_to_driver,
+        logging_level=logging.WARNING,
+        runtime_env=_read_runtime_env(config.runtime_env),
+        **options,
+    )
     try:
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=config.log_to_driver,
-            logging_level=logging.WARNING,
-            runtime_env=_read_runtime_env(config.runtime_env),
-            **options,
-        )
-    except Exception as error:  # where its processes are slow to come up, Ray raises a bare one
+        start_ray(init)
+    except Exception as error:  # Ray's own, bare ones too
         where = "on this machine" if config.address is None else f"at {config.address}"
         raise WorkerLostError(
             f"Ray {where} cannot be used: {str(error).rstrip('.')}. Check the address, that it "
@@ -370,6 +374,19 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
             "and that its token is ours (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
             "~/.ray/auth_token)."
         ) from error
+
+
+def start_ray(start: Callable[[], Started]) -> Started:
+    """Start Ray's processes here by `start`, and once more where they do not come up: a raylet that
+    dies as it starts, of a port that another took first, is waited for in vain, and Ray then
+    raises a bare Exception. Whatever else is raised is no accident, and goes on to the caller."""
+    try:
+        return start()
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        log.warning("Ray is started once more: %s", error)
+        return start()
 
 
 def _tells_no_handler(record: logging.LogRecord) -> bool:

@@ -42,6 +42,7 @@ from dataservice.workers.ray_pool import (
     RayPoolConfig,
     RayWorkerPool,
     remove_folder,
+    start_ray,
 )
 from dataservice.workers.sample_pipelines import PipelineFactory
 from dataservice.workers.thread_decoders import ThreadDecoders
@@ -84,7 +85,8 @@ def whole_ray():
     """Ray's sockets need a short path, which pytest's own directories are not."""
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
+    init = partial(
+        ray.init,
         address="local",
         num_cpus=2,
         object_store_memory=SMALLEST_OBJECT_STORE_BYTES,
@@ -93,6 +95,7 @@ def whole_ray():
         logging_level=logging.ERROR,
         _temp_dir=directory,
     )
+    start_ray(init)
     yield
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
@@ -653,6 +656,29 @@ def test_ray_s_folder_goes_though_a_last_line_is_written_meanwhile(tmp_path, mon
 def test_an_impossible_pool_is_refused(config, message):
     with pytest.raises(SpecError, match=message):
         RayPoolConfig(**config)
+
+
+def test_a_ray_whose_processes_do_not_come_up_is_started_once_more(caplog):
+    tried = []
+
+    def start(*failures):
+        tried.append(len(tried))
+        if len(tried) <= len(failures):
+            raise failures[len(tried) - 1]
+        return "here"
+
+    slow = Exception("The current node timed out during startup.")
+    assert start_ray(partial(start, slow)) == "here"
+    assert len(tried) == 2
+    assert "started once more: The current node timed out" in caplog.text
+    tried.clear()
+    with pytest.raises(Exception, match="timed out"):
+        start_ray(partial(start, slow, slow, slow))
+    assert len(tried) == 2
+    tried.clear()
+    with pytest.raises(ConnectionError):  # which a second try would not mend
+        start_ray(partial(start, ConnectionError("nobody listens")))
+    assert len(tried) == 1
 
 
 async def test_a_ray_that_is_not_there_is_said_so(monkeypatch):

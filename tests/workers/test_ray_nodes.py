@@ -5,13 +5,19 @@ import os
 import shutil
 import signal
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from dataservice.workers.ray_pool import SMALLEST_OBJECT_STORE_BYTES, RayPoolConfig, RayWorkerPool
+from dataservice.workers.ray_pool import (
+    SMALLEST_OBJECT_STORE_BYTES,
+    RayPoolConfig,
+    RayWorkerPool,
+    start_ray,
+)
 from tests.waiting import until
 from tests.workers.served import ask, serve
 
@@ -27,13 +33,16 @@ def cluster():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     Path("/tmp/ray").mkdir(exist_ok=True)  # Ray keeps an address there, whatever `temp_dir` is
     made = Cluster()
-    options = {"object_store_memory": SMALLEST_OBJECT_STORE_BYTES, "include_dashboard": False}
-    made.add_node(num_cpus=0, temp_dir=directory, **options)
-    made.node_options = options
+    add_node(made, num_cpus=0, temp_dir=directory)
     yield made
     ray.shutdown()
     made.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def add_node(cluster, **options):
+    options |= {"object_store_memory": SMALLEST_OBJECT_STORE_BYTES, "include_dashboard": False}
+    return start_ray(partial(cluster.add_node, **options))
 
 
 def processes_of(node):
@@ -51,7 +60,7 @@ def processes_of(node):
 
 
 async def test_workers_of_a_node_that_dies_go_on_at_another(cluster, monkeypatch):
-    nodes = [cluster.add_node(num_cpus=1, **cluster.node_options) for _ in range(2)]
+    nodes = [add_node(cluster, num_cpus=1) for _ in range(2)]
     cluster.wait_for_nodes()
     config = RayPoolConfig(
         workers=2,
