@@ -420,7 +420,7 @@ def submit(
         submitted = client.submit(text, str(job_file.parent.absolute()))
     _print_jobs(submitted.with_validation, as_json)
     if not as_json:
-        for line in show_records.pending_lines(submitted):
+        for line in (*show_records.pending_lines(submitted), *show_records.note_lines(submitted)):
             console.print(line)
 
 
@@ -450,6 +450,7 @@ def show_job(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -
             _print_mixture(each.record.name, each.mixture)
     notes = (
         *show.failure_lines(shown),
+        *show_records.note_lines(shown),
         *show_records.version_lines(shown),
         *show_records.skip_lines(shown),
     )

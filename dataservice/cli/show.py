@@ -97,6 +97,7 @@ def _job_fields(status: JobStatus) -> dict[str, object]:
         "spec_version": status.record.spec_version,
         "attempt_version": status.attempt_version,
         "versions": [asdict(version) for version in status.versions],
+        "notes": list(status.notes),
     }
 
 

@@ -40,6 +40,12 @@ def version_lines(status: JobStatus) -> Iterator[Text]:
     yield from pending_lines(status)
 
 
+def note_lines(status: JobStatus) -> Iterator[Text]:
+    """What the owner of a job should know of it."""
+    for note in status.notes:
+        yield Text(note, style="yellow")
+
+
 def pending_lines(status: JobStatus) -> Iterator[Text]:
     """The version that was submitted and that no attempt uses yet."""
     if status.pending:

@@ -40,7 +40,7 @@ class JobSetup:
     `positions` says how the model counts its tokens. `loss_weights` are those of the sources, in
     the order of the job file; empty where neither a source nor its records weigh the loss.
     `unit_frames` are the frames that the vision encoder takes together, between which items may be
-    cut; 0 where they are whole.
+    cut; 0 where they are whole. `notes` say what the job's owner should know, a sentence each.
     """
 
     record: JobRecord
@@ -64,6 +64,7 @@ class JobSetup:
     positions: PositionRule = IN_SEQUENCE
     loss_weights: tuple[float, ...] = ()
     unit_frames: int = 0
+    notes: tuple[str, ...] = ()
 
     def options_at(self, step: int) -> PlanOptions:
         """The options that this step is planned with. They never change once the step was planned:

@@ -45,8 +45,9 @@ class JobStatus:
     """A job and its progress. Steps are -1 before the first. `failure` says why its last attempt
     ended, as far as this coordinator knows; empty while it runs. `attempt_version` is the version
     of the job file that the attempt began with, 0 without an attempt; `versions` are given where
-    there is more than one. `mixture` is given where one job is asked for and is open, and so is the
-    status of its `validation`, if it has one."""
+    there is more than one. `notes` say what its owner should know, a sentence each, as far as the
+    job is open. `mixture` is given where one job is asked for and is open, and so is the status of
+    its `validation`, if it has one."""
 
     record: JobRecord
     samples: int
@@ -59,6 +60,7 @@ class JobStatus:
     failure: str = ""
     attempt_version: int = 0
     versions: tuple[JobVersion, ...] = ()
+    notes: tuple[str, ...] = ()
     mixture: MixtureTree | None = None
     validation: "JobStatus | None" = None
 

@@ -313,6 +313,7 @@ class JobTable:
             skips=tuple(skips),
             failure=last.failure if last is not None else "",
             attempt_version=job.attempt.spec_version if job.attempt is not None else 0,
+            notes=job.setup.notes if job.setup is not None else (),
             mixture=mixture,
         )
 

@@ -36,6 +36,7 @@ from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, JobLimits
 from dataservice.core.job_setup import JobSetup
 from dataservice.core.limits import DecodeLimits, OpeningLimits
 from dataservice.core.team import team_of
+from dataservice.core.visible import visible
 from dataservice.jobs.late_index import LateIndexes
 from dataservice.jobs.setup import (
     BuiltPipeline,
@@ -75,6 +76,7 @@ from dataservice.workers.nursery_program import LOWEST_PRIORITY
 
 Result = TypeVar("Result")
 
+MOST_NOTES, NOTE_CHARS = 20, 3000  # of a job that its owner is told
 TIMES_AS_LONG = 10  # as a job may take to be opened: what is read of its index while it runs
 OPENS_STORAGE = (
     "open",
@@ -287,7 +289,7 @@ class JobOpener:
             raise
         except ValueError as error:
             raise SpecError(f"job {record.name!r}: its index cannot be used: {error}.") from error
-        opened = OpenedJob(catalog=catalog, identity=built.digests)
+        opened = OpenedJob(catalog=catalog, identity=built.digests, notes=built.notes)
         setup = job_setup(
             record, opened, allowed_roots=program.allowed_roots, job_limits=program.job_limits
         )
@@ -355,7 +357,12 @@ class JobOpener:
             try:  # the process ran what a team wrote
                 plain = json.loads(payload)
                 digests = {str(name): str(digest) for name, digest in plain["digests"].items()}
-                return BuiltPipeline(fingerprint=str(plain["fingerprint"]), digests=digests)
+                notes = tuple(
+                    visible(str(note), NOTE_CHARS) for note in plain["notes"][:MOST_NOTES]
+                )
+                return BuiltPipeline(
+                    fingerprint=str(plain["fingerprint"]), digests=digests, notes=notes
+                )
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ProtocolError(f"no description of a pipeline: {error}") from error
 

@@ -112,19 +112,22 @@ def _read_back(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedJob:
-    """What was read from a job's files: its index, and its pipeline's digests by part."""
+    """What was read from a job's files: its index, its pipeline's digests by part, and what its
+    owner should know of it."""
 
     catalog: IndexedCatalog
     identity: Mapping[str, str]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltPipeline:
     """What a job's pipeline is known by: the digest of all that its index depends on, and the
-    digests of its parts."""
+    digests of its parts. `notes` say what its owner should know of it, a sentence each."""
 
     fingerprint: str
     digests: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def build_files(
@@ -148,9 +151,8 @@ def build_files(
         pipeline_json(spec.pipeline), custom_processors, limits, spec.sources, roots
     )
     with judged_by(None if roots is None else roots.hold_file):
-        for difference in saved_differences(spec.pipeline):
-            log.warning("job %s: %s", record.name, difference)
-    return BuiltPipeline(fingerprint=pipeline.fingerprint, digests=pipeline.digests)
+        notes = saved_differences(spec.pipeline)
+    return BuiltPipeline(fingerprint=pipeline.fingerprint, digests=pipeline.digests, notes=notes)
 
 
 def find_files(
@@ -254,7 +256,7 @@ def open_job(
     }
     built = build(record)
     found = find_files(record, built, job_limits=job_limits, **reads)
-    opened = OpenedJob(catalog=found.read(), identity=built.digests)
+    opened = OpenedJob(catalog=found.read(), identity=built.digests, notes=built.notes)
     setup = job_setup(record, opened, allowed_roots=allowed_roots, job_limits=job_limits)
     verified = opened.catalog.parts.verified
 
@@ -279,9 +281,12 @@ def job_setup(
     job_limits: JobLimits = DEFAULT_JOB_LIMITS,
 ) -> JobSetup:
     """An opened job as the engine runs it; the caller adds the check that its index is current.
-    Raises SpecError, StateError, and QuotaError where the job is above its limits."""
+    Its notes are logged under its name. Raises SpecError, StateError, and QuotaError where the job
+    is above its limits."""
     spec, roots = _read_back(record, allowed_roots)
     catalog = opened.catalog
+    for note in opened.notes:
+        log.warning("job %s: %s", record.name, note)
     require_none_refused(spec.pipeline.longer_than, catalog.parts.long)
     mixture = _required_mixture(spec, catalog, job_limits)
     order = SampleOrder.of(spec, catalog.parts.fingerprints, opened.identity)
@@ -310,6 +315,7 @@ def job_setup(
         unit_frames=_unit_frames(spec),
         revise=partial(_revised, catalog),
         layout=spec.topology.layout,
+        notes=opened.notes,
     )
 
 

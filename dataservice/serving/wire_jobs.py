@@ -68,6 +68,7 @@ def job_status_to_proto(status: JobStatus) -> coordinator_pb2.JobInfo:
             )
             for each in status.versions
         ],
+        notes=status.notes,
         mixture=None if status.mixture is None else _mixture_to_proto(status.mixture),
         validation=None if status.validation is None else job_status_to_proto(status.validation),
     )
@@ -103,6 +104,7 @@ def job_status_from_proto(message: coordinator_pb2.JobInfo) -> JobStatus:
             )
             for each in message.versions
         ),
+        notes=tuple(message.notes),
         mixture=_mixture_from_proto(message.mixture) if message.HasField("mixture") else None,
         validation=(
             job_status_from_proto(message.validation) if message.HasField("validation") else None

@@ -22,7 +22,7 @@ from dataservice.cli.main import app
 from dataservice.cli.records import DIFFERS
 from dataservice.cli.status import STALLED
 from tests.cli.support import CommandLine, says
-from tests.service.small import IMAGES, SAMPLES, make_corpus, write_job, write_jsonl
+from tests.service.small import IMAGES, SAMPLES, indexed_job, make_corpus, write_job, write_jsonl
 from tests.service.support import Ranks, ServiceProcess, serving, wait_for
 
 # Tiles of one fixed size; made in a module that only the service's operator can name.
@@ -356,6 +356,20 @@ def test_a_job_without_an_index_is_refused_with_the_command_that_makes_it(talkin
     said = talking.refused("job", "submit", write_job(home, job="early", index="not-yet"))
     says(said, "no complete index", "not-yet/images", "dataservice index")
     assert "early" not in talking.ok("job", "list").out
+
+
+def test_whoever_submits_is_told_what_the_models_own_processor_does_otherwise(talking, tmp_path):
+    made = make_corpus(tmp_path)
+    saved = {"image_processor_type": "Qwen2VLImageProcessor", "max_pixels": 50176}
+    written(made / "tokenizer" / "preprocessor_config.json", json.dumps(saved))
+    path = indexed_job(made, job="noted")
+    for words in (("submit", path), ("show", "noted")):
+        says(talking.ok("job", *words).said, "max_pixels: 50176", "in the job file")
+    (status,) = json.loads(talking.ok("job", "show", "noted", "--json").out)
+    (note,) = status["notes"]
+    assert "max_pixels: 50176" in note
+    (status,) = json.loads(talking.ok("job", "submit", path, "--json").out)
+    assert status["notes"] == [note]
 
 
 def test_every_answer_is_also_json(talking, home):

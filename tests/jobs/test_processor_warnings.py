@@ -10,7 +10,7 @@ from dataservice.jobs.dry_run import dry_run
 from dataservice.jobs.find_samples import Wanted
 from dataservice.jobs.indexing import index_job
 from dataservice.jobs.preview import preview_job
-from dataservice.jobs.setup import build_files, job_records
+from dataservice.jobs.setup import job_records, open_job
 from tests.jobs.corpus import job_of, write_job
 
 LINE = "vision: {kind: qwen2_vl, video_min_pixels: 3136, max_pixels: 50176}"
@@ -28,10 +28,10 @@ def warnings_of(caplog):
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def build(home, roots=None):
+def opened(home, roots=None):
     text = (home / "job.yaml").read_text()
     (record,) = job_records(text, str(home), allowed_roots=roots)
-    build_files(record, custom_processors={}, allowed_roots=roots)
+    return open_job(record, custom_processors={}, allowed_roots=roots)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -49,11 +49,15 @@ def test_a_dry_run_warns_as_indexing_does(saved, caplog):
     assert LINE in told
 
 
-def test_a_service_that_opens_the_job_warns_under_its_name(saved, caplog):
-    build(saved, roots=[str(saved)])
+def test_a_service_that_opens_the_job_warns_under_its_name_once(saved, caplog):
+    index_job(job_of(saved), custom_processors={})
+    caplog.clear()
+    setup = opened(saved, roots=[str(saved)])
+    setup.require_current()
     (told,) = warnings_of(caplog)
-    assert told.startswith("job job: ")
-    assert LINE in told
+    (note,) = setup.notes
+    assert told == f"job job: {note}"
+    assert LINE in note
 
 
 def test_a_preview_notes_it(saved):
@@ -67,11 +71,11 @@ def test_a_job_with_that_line_is_told_nothing(saved, caplog):
     pipeline = {"tokenizer": "tokenizer", "vision": vision, "audio": {"kind": "whisper"}}
     write_job(saved, pipeline=pipeline)
     index_job(job_of(saved), custom_processors={})
-    build(saved)
+    assert opened(saved).notes == ()
     assert warnings_of(caplog) == []
 
 
 def test_a_folder_without_a_processor_is_told_nothing(home, caplog):
     index_job(job_of(home), custom_processors={})
-    build(home)
+    assert opened(home).notes == ()
     assert warnings_of(caplog) == []

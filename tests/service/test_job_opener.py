@@ -89,6 +89,19 @@ def test_what_comes_back_is_what_opening_it_here_gives(opener, home):
         np.testing.assert_array_equal(*columns)
 
 
+def test_what_its_owner_should_know_comes_back_and_is_bounded(opener, home):
+    """A path of escape sequences, in a folder that nobody else's job names."""
+    folder = home / "\x1b[31mtokenizer"
+    shutil.copytree(home / "tokenizer", folder)
+    saved = {"image_processor_type": "Qwen2VLImageProcessor", "max_pixels": 50176}
+    (folder / "preprocessor_config.json").write_text(json.dumps(saved))
+    pipeline = {"tokenizer": folder.name, "vision": {"kind": "qwen2_vl", "video_min_pixels": 3136}}
+    path = indexed_job(home, job="noted", pipeline={**pipeline, "positions": "sequence"})
+    (note,) = opened(opener, path).notes
+    assert "max_pixels: 50176" in note
+    assert note.isprintable()
+
+
 def test_its_process_has_ended_and_nothing_of_it_is_left(opener, home):
     before, descriptors = children(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):

@@ -202,6 +202,7 @@ statuses = st.builds(
     committed_step=int64s,
     quarantined=int64s,
     attempt_version=int32s,
+    notes=several(words),
     versions=several(
         st.builds(
             JobVersion,

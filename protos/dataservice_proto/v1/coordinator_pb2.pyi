@@ -96,6 +96,7 @@ class JobInfo(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     MIXTURE_FIELD_NUMBER: _builtins.int
     VALIDATION_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _builtins.str
     spec_json: _builtins.str
@@ -131,6 +132,10 @@ class JobInfo(_message.Message):
     def validation(self) -> Global___JobInfo:
         """absent in lists, and where the job file has none"""
 
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what its owner should know; none where the job is not open"""
+
     def __init__(
         self,
         *,
@@ -152,10 +157,11 @@ class JobInfo(_message.Message):
         versions: _abc.Iterable[Global___JobVersion] | None = ...,
         mixture: Global___MixtureTree | None = ...,
         validation: Global___JobInfo | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["mixture", b"mixture", "validation", b"validation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempt_version", b"attempt_version", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "failure", b"failure", "index_fingerprint", b"index_fingerprint", "mixture", b"mixture", "name", b"name", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "spec_version", b"spec_version", "state", b"state", "validation", b"validation", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempt_version", b"attempt_version", "committed_step", b"committed_step", "created_unix_s", b"created_unix_s", "failure", b"failure", "index_fingerprint", b"index_fingerprint", "mixture", b"mixture", "name", b"name", "notes", b"notes", "planned_step", b"planned_step", "quarantined", b"quarantined", "samples", b"samples", "skips", b"skips", "spec_json", b"spec_json", "spec_version", b"spec_version", "state", b"state", "validation", b"validation", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
