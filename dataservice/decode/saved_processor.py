@@ -1,8 +1,9 @@
-"""What the image processor saved with a model's tokenizer does otherwise than the job's.
+"""What the processors saved with a model's tokenizer do otherwise than the job's.
 
 A built-in kind has the sizes that its models were published with, while the model's own folder may
-say others: pictures would then have other tokens and pixels than the model's own processor gives
-them. `RULES` has, for each family, the settings that mean the same on both sides. Settings that the
+say others: pictures and clips would then have other tokens and pixels than the model's own
+processors give them. `PICTURES` has, for each family, the settings that mean the same on both
+sides, and `CLIPS` those of clips, for families that save a processor of them. Settings that the
 family's processor passes over stand in none: `crop_to_patches` of InternVL and `do_pan_and_scan` of
 Gemma 3, which it replaces by its own defaults, and `do_pad` of LLaVA-NeXT, which fills a batch up.
 Mean and deviation are the trainer's (`trainer_client.adapters.transformers`).
@@ -32,8 +33,7 @@ from dataservice.decode.processors.qwen3_vl import Qwen3VLProcessor
 from dataservice.decode.processors.siglip import SiglipProcessor
 from dataservice.decode.spec import PipelineSpec
 
-FILES = ("processor_config.json", "preprocessor_config.json")
-"""In the order of transformers: an `image_processor` in the first comes before the second."""
+WHOLE = "processor_config.json"
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # as Pillow numbers them
 
 Settings = Mapping[str, Any]
@@ -55,8 +55,8 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """The `image_processor_type` of a family's models, its rules, and the vision section that
-    follows a file where no options do, if there is one."""
+    """The classes that a family's models name in their files, its rules, and the vision section
+    that follows a file where no options do, if there is one."""
 
     classes: tuple[str, ...]
     rules: tuple[Rule, ...]
@@ -67,11 +67,12 @@ def _fixed(key: str, value: object, **more: Any) -> Rule:
     return Rule(keys=(key,), does=lambda vision: value, **more)
 
 
-def _option(option: str, *keys: str) -> Rule:
+def _option(option: str, *keys: str, **more: Any) -> Rule:
     return Rule(
         keys=keys,
         does=lambda vision: getattr(vision, option),
         options=lambda saved: {option: saved},
+        **more,
     )
 
 
@@ -79,13 +80,13 @@ def _square(side: int) -> dict[str, int]:
     return {"height": side, "width": side}
 
 
-def _qwen(patch: int, *, other: str, other_patch: int) -> Family:
+def _qwen(
+    patch: int, *rules: Rule, classes: tuple[str, ...], other: str, other_patch: int
+) -> Family:
     return Family(
-        classes=("Qwen2VLImageProcessor",),
+        classes=classes,
         rules=(
-            # Where a file has both, transformers lets the older name decide.
-            _option("max_pixels", "max_pixels", "size.longest_edge"),
-            _option("min_pixels", "min_pixels", "size.shortest_edge"),
+            *rules,
             _fixed("patch_size", patch),
             _fixed("merge_size", MERGE),
             _fixed("temporal_patch_size", TEMPORAL_PATCH),
@@ -98,13 +99,40 @@ def _qwen(patch: int, *, other: str, other_patch: int) -> Family:
     )
 
 
+def _qwen_pixels(of: str) -> tuple[Rule, Rule]:
+    """The limits of a picture's pixels, or with another prefix those of a clip's. Where a file has
+    both names of one, transformers lets the older decide."""
+    return (
+        _option(f"{of}max_pixels", "max_pixels", "size.longest_edge"),
+        _option(f"{of}min_pixels", "min_pixels", "size.shortest_edge"),
+    )
+
+
+def _qwen_frames(sampled: Callable[[Settings], bool]) -> tuple[Rule, ...]:
+    """Which frames a processor takes that samples them itself."""
+    names = {"fps": "video_fps", "min_frames": "video_min_frames", "max_frames": "video_max_frames"}
+    return tuple(_option(ours, theirs, matters=sampled) for theirs, ours in names.items())
+
+
 def _crops(settings: Settings) -> bool:
     return settings.get("do_center_crop") is not False
 
 
-RULES: dict[type, Family] = {
-    Qwen2VLProcessor: _qwen(PATCH, other="qwen3_vl", other_patch=QWEN3_PATCH),
-    Qwen3VLProcessor: _qwen(QWEN3_PATCH, other="qwen2_5_vl", other_patch=PATCH),
+PICTURES: dict[type, Family] = {
+    Qwen2VLProcessor: _qwen(
+        PATCH,
+        *_qwen_pixels(""),
+        classes=("Qwen2VLImageProcessor",),
+        other="qwen3_vl",
+        other_patch=QWEN3_PATCH,
+    ),
+    Qwen3VLProcessor: _qwen(
+        QWEN3_PATCH,
+        *_qwen_pixels(""),
+        classes=("Qwen2VLImageProcessor",),
+        other="qwen2_5_vl",
+        other_patch=PATCH,
+    ),
     InternVLProcessor: Family(
         classes=("GotOcr2ImageProcessor",),
         rules=(
@@ -207,37 +235,93 @@ RULES: dict[type, Family] = {
 }
 
 
+CLIPS: dict[type, Family] = {
+    Qwen2VLProcessor: _qwen(
+        PATCH,
+        *_qwen_pixels("video_"),
+        # By default this one takes the frames that it is given.
+        *_qwen_frames(lambda settings: settings.get("do_sample_frames") is True),
+        classes=("Qwen2VLVideoProcessor",),
+        other="qwen3_vl",
+        other_patch=QWEN3_PATCH,
+    ),
+    Qwen3VLProcessor: _qwen(
+        QWEN3_PATCH,
+        *_qwen_pixels("video_"),
+        *_qwen_frames(lambda settings: settings.get("do_sample_frames") is not False),
+        classes=("Qwen3VLVideoProcessor",),
+        other="qwen2_5_vl",
+        other_patch=PATCH,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Saved:
+    """What was saved of a family: the file, and its settings."""
+
+    family: Family
+    file: Path
+    settings: Settings
+
+    def different(self, vision: Vision) -> Iterator["_Difference"]:
+        """The rules whose setting is saved with another value than the job's."""
+        for rule in self.family.rules:
+            saved = ((key, _value(self.settings, key)) for key in rule.keys)
+            key, value = next((each for each in saved if each[1] is not None), ("", None))
+            ours = rule.does(vision)
+            # What is of another type is of a release that is not known here; but 2 is a rate too.
+            alike = type(value) is type(ours) or (type(value), type(ours)) == (int, float)
+            if alike and value != ours and rule.matters(self.settings):
+                yield _Difference(saved=self, rule=rule, key=key, value=value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Difference:
+    """A setting that is saved with another value than the job's, as the file names it."""
+
+    saved: _Saved
+    rule: Rule
+    key: str
+    value: object
+
+
 def saved_differences(spec: PipelineSpec) -> tuple[str, ...]:
-    """One sentence for each setting of the image processor beside the job's tokenizer that the
-    job's vision processor does otherwise, with the line of the job file that follows it. Nothing
-    where no processor is saved, or none that is known here: this never fails a job."""
-    family, found = RULES.get(type(spec.vision)), _saved(Path(spec.tokenizer))
-    if family is None or found is None:
-        return ()
-    file, settings = found
-    if _class(settings) not in family.classes:
-        return ()
-    return tuple(_told(spec.vision, family, file, settings))
+    """One sentence for each setting of the processors beside the job's tokenizer that the job's
+    vision processor does otherwise, with the line of the job file that follows it. Nothing where no
+    processor is saved, or none that is known here: this never fails a job."""
+    tokenizer = Path(spec.tokenizer)
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    saved = [
+        each
+        for families, name in ((PICTURES, "image"), (CLIPS, "video"))
+        if (family := families.get(type(spec.vision))) is not None
+        if (each := _saved(folder, family, name)) is not None
+    ]
+    return tuple(_told(spec.vision, saved)) if saved else ()
 
 
-def _saved(tokenizer: Path) -> tuple[Path, Settings] | None:
-    """The settings that transformers would read in the folder of a tokenizer, and their file."""
-    for name in FILES:
+def _saved(folder: Path, family: Family, name: str) -> _Saved | None:
+    """The settings of the `image` or `video` processor that transformers would read in a folder, if
+    they are of this family: in the file of the whole processor, or else in its own. Where a folder
+    has none for clips, transformers takes the picture's, which no family means: that is none."""
+    own = "preprocessor_config.json" if name == "image" else "video_preprocessor_config.json"
+    for file in (WHOLE, own):
         try:
-            folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-            plain = json.loads(read_named(folder / name))
+            plain = json.loads(read_named(folder / file))
         except (OSError, ValueError, RecursionError):
             continue
-        if name == FILES[0] and isinstance(plain, dict):
-            plain = plain.get("image_processor")
+        if file == WHOLE and isinstance(plain, dict):
+            plain = plain.get(f"{name}_processor")
         if isinstance(plain, dict):
-            return folder / name, plain
+            known = _class(plain, name) in family.classes
+            return _Saved(family=family, file=folder / file, settings=plain) if known else None
     return None
 
 
-def _class(settings: Settings) -> str:
+def _class(settings: Settings, name: str = "image") -> str:
     """The class that a file names, without its backend."""
-    return str(settings.get("image_processor_type")).removesuffix("Fast").removesuffix("Pil")
+    return str(settings.get(f"{name}_processor_type")).removesuffix("Fast").removesuffix("Pil")
 
 
 def _value(settings: Settings, key: str) -> object:
@@ -250,57 +334,53 @@ def _value(settings: Settings, key: str) -> object:
     return value
 
 
-def _told(vision: Vision, family: Family, file: Path, settings: Settings) -> Iterator[str]:
-    """A sentence for each difference. One line follows the whole file, where one does."""
-    different = list(_different(vision, family, settings))
+def _told(vision: Vision, saved: Sequence[_Saved]) -> Iterator[str]:
+    """A sentence for each difference. One line follows all files, where one does."""
+    different = [each for of in saved for each in of.different(vision)]
     followed, options = _followed(vision, different)
-    instead = family.instead(vision, settings) if len(followed) < len(different) else None
-    if instead is not None and instead["kind"] == "transformers":
-        instead = {**instead, "folder": str(file.parent)}
     own = {f.name: v for f in fields(vision) if (v := getattr(vision, f.name)) != f.default}
+    instead = _instead(vision, [each for each in different if each not in followed])
     line = _line(instead or {"kind": vision.kind, **own, **options})
-    for rule, key, saved in different:
+    for each in different:
         remedy = f"To follow the file, write {line} in the job file."
-        if instead is None and rule not in followed:
+        if instead is None and each not in followed:
             remedy = (
                 "No kind follows the file: write a class of your own, vision: {kind: custom}, or "
                 "train the model on what this kind makes."
             )
         yield (
-            f"{quoted(str(file), 400)} has {key}: {_written(saved)}, and vision: {{kind: "
-            f"{vision.kind}}} does as with {_written(rule.does(vision))}, so that tokens or pixels "
-            f"are not those of the model's own processor. {remedy}"
+            f"{quoted(str(each.saved.file), 400)} has {each.key}: {_written(each.value)}, and "
+            f"vision: {{kind: {vision.kind}}} does as with {_written(each.rule.does(vision))}, so "
+            f"that tokens or pixels are not those of the model's own processor. {remedy}"
         )
 
 
-def _different(
-    vision: Vision, family: Family, settings: Settings
-) -> Iterator[tuple[Rule, str, object]]:
-    """The rules whose setting is saved with another value than the job's, its key and value."""
-    for rule in family.rules:
-        saved = ((key, _value(settings, key)) for key in rule.keys)
-        key, value = next((each for each in saved if each[1] is not None), ("", None))
-        ours = rule.does(vision)
-        # What is of another type is of a release that is not known here.
-        if type(value) is type(ours) and value != ours and rule.matters(settings):
-            yield rule, key, value
+def _instead(vision: Vision, left: Sequence[_Difference]) -> dict[str, object] | None:
+    """The vision section that follows the file of one of these, which no options do."""
+    for each in left:
+        section = each.saved.family.instead(vision, each.saved.settings)
+        if section is not None and section["kind"] == "transformers":
+            return {**section, "folder": str(each.saved.file.parent)}
+        if section is not None:
+            return section
+    return None
 
 
 def _followed(
-    vision: Vision, different: Sequence[tuple[Rule, str, object]]
-) -> tuple[list[Rule], dict[str, object]]:
-    """The rules that options of the kind follow, and these options: all together, since one limit
-    alone may lie beyond the other."""
-    rules = different
+    vision: Vision, different: Sequence[_Difference]
+) -> tuple[list[_Difference], dict[str, object]]:
+    """The differences that options of the kind follow, and these options: all together, since one
+    limit alone may lie beyond the other."""
+    rules = list(different)
     while rules:
         try:
-            options = {name: o for rule, _, v in rules for name, o in rule.options(v).items()}
+            options = {n: o for each in rules for n, o in each.rule.options(each.value).items()}
             changed = replace(vision, **options)
-            kept = [each for each in rules if each[0].does(changed) == each[2]]
+            kept = [each for each in rules if each.rule.does(changed) == each.value]
         except (SpecError, TypeError, ValueError, KeyError):
             break
         if len(kept) == len(rules):
-            return [rule for rule, _, _ in rules], options
+            return rules, options
         rules = kept
     return [], {}
 

@@ -318,3 +318,68 @@ def test_a_job_without_pictures_or_with_a_processor_of_its_own_is_not_compared(t
     assert saved_differences(PipelineSpec(tokenizer=str(tmp_path))) == ()
     assert differences(tmp_path, kind="custom", name="mine") == ()
     assert differences(tmp_path, kind="transformers", folder=str(tmp_path), patch=14) == ()
+
+
+# Processors of clips want torchvision: their files are written here as transformers writes them.
+CLIPS = {
+    "qwen2_5_vl": {
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        "size": {"shortest_edge": 128 * 784, "longest_edge": 768 * 784},
+        "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "do_resize": True,
+        "do_sample_frames": False, "min_frames": 4, "max_frames": 768, "resample": 3,
+    },
+    "qwen3_vl": {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"shortest_edge": 4096, "longest_edge": 25165824},
+        "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "do_resize": True,
+        "fps": 2, "min_frames": 4, "max_frames": 768, "resample": 3,
+    },
+}  # fmt: skip
+
+
+def write_clips(folder, kind, **changes):
+    text = json.dumps({**CLIPS[kind], **changes})
+    (folder / "video_preprocessor_config.json").write_text(text)
+
+
+@pytest.mark.parametrize("kind", CLIPS)
+def test_a_processor_of_clips_as_published_needs_no_word(tmp_path, kind):
+    write_clips(tmp_path, kind)
+    assert differences(tmp_path, kind=kind) == ()
+
+
+@pytest.mark.parametrize("sampled", [{"do_sample_frames": True, "fps": 4}, {"fps": 4}])
+def test_settings_of_clips_and_of_pictures_are_followed_by_one_line(tmp_path, sampled):
+    FOLLOWED[0][1].save_pretrained(tmp_path)
+    size = {"shortest_edge": 50176, "longest_edge": 200704}
+    write_clips(tmp_path, "qwen2_5_vl", size=size, **sampled)
+    told = differences(tmp_path, kind="qwen2_5_vl")
+    more = {"video_fps: 4"} if "do_sample_frames" in sampled else set()
+    line = line_of(told[0])
+    for name in ("max_pixels: 50176", "video_max_pixels: 200704", "video_min_pixels: 50176", *more):
+        assert name in line
+    # What takes the frames that it is given says nothing of their rate.
+    assert ("video_fps" in line) == bool(more)
+    assert {line_of(each) for each in told} == {line}
+    assert sum("'" + str(tmp_path / "video_preprocessor_config.json") in each for each in told) == (
+        2 + len(more)
+    )
+    assert differences(tmp_path, **yaml.safe_load(line)["vision"]) == ()
+
+
+def test_clips_of_other_patches_are_of_the_other_kind(tmp_path):
+    write_clips(tmp_path, "qwen3_vl", patch_size=14)
+    (told,) = differences(tmp_path, kind="qwen3_vl")
+    assert line_of(told) == "vision: {kind: qwen2_5_vl}"
+
+
+def test_clips_without_a_processor_of_their_own_are_not_judged_by_that_of_pictures(tmp_path):
+    plain = {**CLIPS["qwen3_vl"], "image_processor_type": "Qwen2VLImageProcessor"}
+    del plain["size"]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**plain, "fps": 8}))
+    assert differences(tmp_path, kind="qwen3_vl") == ()
+    nested = {"video_processor": {**CLIPS["qwen3_vl"], "fps": 8}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    (told,) = differences(tmp_path, kind="qwen3_vl")
+    assert "processor_config.json' has fps: 8" in told
+    assert line_of(told) == "vision: {kind: qwen3_vl, video_fps: 8}"
