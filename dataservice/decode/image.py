@@ -173,8 +173,9 @@ def _words(picture: Image.Image) -> Words:
     """An RGB picture's pixels where Pillow has them, uint32[h, w]: four bytes each, the last of
     which means nothing. The array keeps the picture."""
     given: Any = picture  # pyarrow's stubs do not know that it is one of Arrow's arrays
-    words: Words = np.asarray(pa.array(given).values).view(np.uint32)
-    return words.reshape(picture.height, picture.width)
+    # Arrow's own way to numpy loads pandas, where that is installed, in every decoder.
+    (_, pixels) = pa.array(given).values.buffers()
+    return np.frombuffer(pixels, np.uint32).reshape(picture.height, picture.width)
 
 
 @contextmanager

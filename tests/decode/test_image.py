@@ -1,6 +1,9 @@
 """Still images: what is checked before they are decoded, and how their pixels are reached."""
 
+import importlib.util
 import io
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -101,6 +104,29 @@ def test_a_picture_is_resized_in_pillows_own_memory(monkeypatch):
     monkeypatch.setattr(Image.Image, "tobytes", copied)
     monkeypatch.setattr(Image.Image, "crop", copied)
     assert cut_views(picture, [View.whole(308, 224)]).shape == (1, 224, 308, 3)
+
+
+def test_decoding_a_picture_does_not_load_what_pyarrow_would_load_for_tables():
+    """Pandas took each new decoder a sixth of a second at its first picture."""
+    if importlib.util.find_spec("pandas") is None:
+        pytest.skip("pandas is not installed")
+    script = """
+import io, sys
+from PIL import Image
+from dataservice.core.limits import DEFAULT_LIMITS
+from dataservice.core.sample import MediaBlob
+from dataservice.decode.image import decode_image
+from dataservice.decode.processors.base import View, VisionPlan
+file = io.BytesIO()
+Image.new("RGB", (64, 48), "red").save(file, "PNG")
+plan = VisionPlan(encoder_tokens=1, llm_tokens=1, views=(View.whole(32, 24),))
+blob = MediaBlob(kind="image", name="a.png", data=file.getvalue())
+made = decode_image(blob, plan, DEFAULT_LIMITS)
+print((made == (255, 0, 0)).all(), "pandas" in sys.modules)
+"""
+    command = [sys.executable, "-c", script]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["True", "False"]
 
 
 def test_the_tiles_of_all_views_are_made_in_the_place_given_for_them(files):
