@@ -17,13 +17,15 @@ Contract.
   Closing    ends every process; calls in progress raise.
 """
 
+import contextlib
+import importlib
 import json
 import math
 import os
 import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,6 +36,7 @@ from dataservice.core.errors import ServiceError, SpecError
 from dataservice.core.job import JobRecord
 from dataservice.core.job_limits import DEFAULT_JOB_LIMITS, JobLimits
 from dataservice.core.job_setup import JobSetup
+from dataservice.core.kernels import load_kernels
 from dataservice.core.limits import DecodeLimits, OpeningLimits
 from dataservice.core.team import team_of
 from dataservice.core.visible import visible
@@ -101,6 +104,9 @@ class OpenerProgram:
     job_limits: JobLimits = DEFAULT_JOB_LIMITS
     storage_profiles: StorageProfiles = field(default_factory=dict)
     code_packages: Sequence[str] | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., "OpenerProgram"], tuple[dict[str, Any]]]:
+        return _in_nursery, ({each.name: getattr(self, each.name) for each in fields(self)},)
 
     def __call__(self, orders: socket.socket) -> None:
         """Carry out the one order that comes."""
@@ -214,6 +220,15 @@ class OpenerProgram:
         resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
         _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (self.opening.pipeline_memory_bytes, most_bytes))
+
+
+def _in_nursery(program: dict[str, Any]) -> OpenerProgram:
+    """The program as a nursery takes it up, for all processes at once: with the kernels, and with
+    what Arrow loads, where that is installed, before it makes its first column."""
+    load_kernels()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("pandas")
+    return OpenerProgram(**program)
 
 
 class JobOpener:

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -100,6 +102,29 @@ def test_what_its_owner_should_know_comes_back_and_is_bounded(opener, home):
     (note,) = opened(opener, path).notes
     assert "max_pixels: 50176" in note
     assert note.isprintable()
+
+
+def test_no_process_that_opens_a_job_loads_libraries_for_itself(home):
+    """It took each a third of a second, and some 100 MB."""
+    script = """
+import pickle, sys
+from pathlib import Path
+from dataservice.core.limits import DEFAULT_LIMITS, OpeningLimits
+from dataservice.jobs.opener import OpenerProgram
+from dataservice.jobs.setup import build_files, find_files, job_records
+program = OpenerProgram(
+    custom_processors={}, limits=DEFAULT_LIMITS, allowed_roots=None, opening=OpeningLimits()
+)
+assert pickle.loads(pickle.dumps(program)) == program  # as the nursery that forks them takes it up
+loaded = {*sys.modules}
+path = Path(sys.argv[1])
+(record,) = job_records(path.read_text(), str(path.parent))
+found = find_files(record, build_files(record, custom_processors={}))
+found.rows.read(None)
+print({name.split(".")[0] for name in sys.modules.keys() - loaded} & {"pandas", "numba", "scipy"})
+"""
+    command = [sys.executable, "-c", script, str(home / "job.yaml")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def test_its_process_has_ended_and_nothing_of_it_is_left(opener, home):
