@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,8 @@ INNER_DIR = "ray"  # Ray gives its folder mode 0777, so it lies inside a private
 SMALLEST_OBJECT_STORE_BYTES = 80 * 2**20
 # Seconds that a leftover worker has to introduce itself.
 INTRODUCTION_S = 5.0
+SLOW_S = 10.0  # that Ray may take to answer before it is told
+LISTENS_PAUSE_S = 1.0
 END_S = 2.0  # for a worker to exit after it has finished its streams
 REMOVALS = 50
 REMOVAL_PAUSE_S = 0.1
@@ -176,6 +178,8 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         self._serve = serve
         self._ray_config = config
         self._owns_ray = False
+        self._asked_s: float | None = None  # since when Ray is waited for
+        self._silence = ""  # what was met where it should listen
         self._private_dir: Path | None = None
         self._settings = config.settings
         # One thread, and not the event loop's: Ray takes seconds to come up. The kernel ends its
@@ -199,13 +203,60 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         if config.address is None and config.temp_dir is None:
             self._private_dir = _private_temp_dir()
         self._owns_ray = True  # whoever cancels us has it shut down, once it has come up
-        with _sigterm_kept():
-            await self._calls(_init_ray, config, self._private_dir)
+        self._asked_s = time.monotonic()
+        try:
+            with _sigterm_kept():
+                async with asyncio.timeout(config.start_timeout_s), self._told_when_slow():
+                    await self._listens()
+                    await self._calls(_init_ray, config, self._private_dir)
+        except TimeoutError as error:
+            raise WorkerLostError(
+                f"Ray {_where(config)} has not answered for {config.start_timeout_s:g} s"
+                f"{self._silence}. Check the address and that its head runs, or raise "
+                "worker_start_timeout_s."
+            ) from error
+        finally:
+            self._asked_s = None
         if config.runtime_env:
             # By now it names packages by their content: workers that were kept with modules that
             # have changed since are not taken over.
             told = ray.get_runtime_context().get_runtime_env_string()  # type: ignore[no-untyped-call]
             self._settings += f" in {told}"
+
+    async def _listens(self) -> None:
+        """Wait until somebody listens where Ray is said to be: Ray itself would ask there for
+        minutes, without a word, in a thread that nothing ends."""
+        address = self._ray_config.address or ""
+        host, _, port = address.rpartition(":")
+        while "://" not in address and port.isdigit():
+            try:
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            except OSError as error:
+                self._silence = f": {error}"
+                await asyncio.sleep(LISTENS_PAUSE_S)
+            else:
+                writer.close()
+                return
+
+    @contextlib.asynccontextmanager
+    async def _told_when_slow(self) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        telling = loop.call_later(SLOW_S, lambda: log.warning("%s", self.shortfall()))
+        try:
+            yield
+        finally:
+            telling.cancel()
+
+    def shortfall(self) -> str:
+        """As that of every pool; while Ray itself does not answer, that."""
+        if self._asked_s is None:
+            return super().shortfall()
+        waited_s = time.monotonic() - self._asked_s
+        return (
+            f"{self._config.workers} of {self._config.workers} workers wait for Ray "
+            f"{_where(self._ray_config)}, which has not answered for {waited_s:.0f} s"
+            f"{self._silence}"
+        )
 
     @property
     def _outlived(self) -> bool:
@@ -365,15 +416,21 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
         **options,
     )
     try:
-        start_ray(init)
+        if config.address is None:
+            start_ray(init)
+        else:
+            init()
     except Exception as error:  # Ray's own, bare ones too
-        where = "on this machine" if config.address is None else f"at {config.address}"
         raise WorkerLostError(
-            f"Ray {where} cannot be used: {str(error).rstrip('.')}. Check the address, that it "
-            f"runs the same Ray ({ray.__version__}) and Python, that its temp_dir is writable, "
-            "and that its token is ours (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
+            f"Ray {_where(config)} cannot be used: {str(error).rstrip('.')}. Check the address, "
+            f"that it runs the same Ray ({ray.__version__}) and Python, that its temp_dir is "
+            "writable, and that its token is ours (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
             "~/.ray/auth_token)."
         ) from error
+
+
+def _where(config: RayPoolConfig) -> str:
+    return "on this machine" if config.address is None else f"at {config.address}"
 
 
 def start_ray(start: Callable[[], Started]) -> Started:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -681,12 +682,31 @@ def test_a_ray_whose_processes_do_not_come_up_is_started_once_more(caplog):
     assert len(tried) == 1
 
 
-async def test_a_ray_that_is_not_there_is_said_so(monkeypatch):
+async def test_a_ray_where_nobody_listens_is_waited_for_and_then_said_so(monkeypatch, caplog):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr("dataservice.workers.ray_pool.SLOW_S", 0.2)
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        config = RayPoolConfig(workers=1, address=address, start_timeout_s=1.0)
+        pool = RayWorkerPool(serve=serve, config=config)
+        starting = asyncio.create_task(pool.start())
+        waits = f"1 of 1 workers wait for Ray at {address}, which has not answered for"
+        await until(lambda: pool.shortfall().startswith(waits))
+        with pytest.raises(WorkerLostError, match=r"not answered for 1 s: .*Connect call failed"):
+            await starting
+    assert waits in caplog.text
+
+
+async def test_what_listens_and_is_no_ray_of_ours_is_said_so(monkeypatch):
     def refuse(**options):
-        raise ConnectionError("nobody listens")
+        raise ConnectionError("it speaks another version")
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
-    pool = RayWorkerPool(serve=serve, config=RayPoolConfig(workers=1, address="127.0.0.1:1"))
-    with pytest.raises(ServiceError, match=r"at 127.0.0.1:1 cannot be used: nobody listens"):
-        await pool.start()
+    other = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    async with other:
+        host, port = other.sockets[0].getsockname()
+        config = RayPoolConfig(workers=1, address=f"{host}:{port}")
+        with pytest.raises(ServiceError, match=f"at {host}:{port} cannot be used: it speaks ano"):
+            await RayWorkerPool(serve=serve, config=config).start()
