@@ -53,6 +53,8 @@ END_S = 2.0  # for a worker to exit after it has finished its streams
 REMOVALS = 50
 REMOVAL_PAUSE_S = 0.1
 
+_OUR_TOKEN = "that its token is ours (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
+
 Started = TypeVar("Started")
 
 
@@ -179,7 +181,8 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         self._ray_config = config
         self._owns_ray = False
         self._asked_s: float | None = None  # since when Ray is waited for
-        self._silence = ""  # what was met where it should listen
+        self._silence = ""  # what was met where it should listen, if nobody does
+        self._watch: asyncio.Task[None] | None = None  # over its head
         self._private_dir: Path | None = None
         self._settings = config.settings
         # One thread, and not the event loop's: Ray takes seconds to come up. The kernel ends its
@@ -212,11 +215,12 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         except TimeoutError as error:
             raise WorkerLostError(
                 f"Ray {_where(config)} has not answered for {config.start_timeout_s:g} s"
-                f"{self._silence}. Check the address and that its head runs, or raise "
-                "worker_start_timeout_s."
+                f"{self._silence}. Check the address, that its head runs, and {_OUR_TOKEN}, or "
+                "raise worker_start_timeout_s."
             ) from error
         finally:
-            self._asked_s = None
+            self._asked_s, self._silence = None, ""
+        self._watch = asyncio.create_task(self._watch_head())
         if config.runtime_env:
             # By now it names packages by their content: workers that were kept with modules that
             # have changed since are not taken over.
@@ -226,17 +230,37 @@ class RayWorkerPool(SupervisedPool[_Actor]):
     async def _listens(self) -> None:
         """Wait until somebody listens where Ray is said to be: Ray itself would ask there for
         minutes, without a word, in a thread that nothing ends."""
+        while True:
+            if await self._heard():
+                return
+            await asyncio.sleep(LISTENS_PAUSE_S)
+
+    async def _heard(self) -> bool:
+        """Whether somebody listens at Ray's address now, as far as that says where."""
         address = self._ray_config.address or ""
         host, _, port = address.rpartition(":")
-        while "://" not in address and port.isdigit():
-            try:
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            except OSError as error:
-                self._silence = f": {error}"
-                await asyncio.sleep(LISTENS_PAUSE_S)
-            else:
-                writer.close()
-                return
+        if "://" in address or not port.isdigit():
+            return True
+        try:
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except OSError as error:
+            self._silence = f": {error}"
+            return False
+        writer.close()
+        self._silence = ""
+        return True
+
+    async def _watch_head(self) -> None:
+        """Say when Ray's head is lost, and when it is back: where it stays away, Ray ends this
+        process with a line of its own."""
+        while True:
+            await asyncio.sleep(self._config.health_interval_s)
+            before = self._silence
+            if await self._heard():
+                if before:
+                    log.info("Ray %s answers again", _where(self._ray_config))
+            elif not before:
+                log.error("%s", self.shortfall())
 
     @contextlib.asynccontextmanager
     async def _told_when_slow(self) -> AsyncIterator[None]:
@@ -250,7 +274,12 @@ class RayWorkerPool(SupervisedPool[_Actor]):
     def shortfall(self) -> str:
         """As that of every pool; while Ray itself does not answer, that."""
         if self._asked_s is None:
-            return super().shortfall()
+            lost = (
+                f"the head of Ray {_where(self._ray_config)} does not answer any more"
+                f"{self._silence}. Workers go on; but Ray ends this process when the head has been "
+                "away for RAY_gcs_rpc_server_reconnect_timeout_s, by default 60 s"
+            )
+            return "; ".join(filter(None, (super().shortfall(), lost if self._silence else "")))
         waited_s = time.monotonic() - self._asked_s
         return (
             f"{self._config.workers} of {self._config.workers} workers wait for Ray "
@@ -347,6 +376,8 @@ class RayWorkerPool(SupervisedPool[_Actor]):
             os.close(handle.process)
 
     async def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         if self._owns_ray:
             self._owns_ray = False
             try:
@@ -424,8 +455,7 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
         raise WorkerLostError(
             f"Ray {_where(config)} cannot be used: {str(error).rstrip('.')}. Check the address, "
             f"that it runs the same Ray ({ray.__version__}) and Python, that its temp_dir is "
-            "writable, and that its token is ours (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
-            "~/.ray/auth_token)."
+            f"writable, and {_OUR_TOKEN}."
         ) from error
 
 

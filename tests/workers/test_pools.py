@@ -698,6 +698,27 @@ async def test_a_ray_where_nobody_listens_is_waited_for_and_then_said_so(monkeyp
     assert waits in caplog.text
 
 
+async def test_the_loss_of_rays_head_is_said_before_ray_ends_the_process(
+    small_ray, stopped, monkeypatch, caplog
+):
+    """The head is a socket here: whoever loses Ray's own is ended by it."""
+    joined = iter([False])  # as the pool asks first
+    monkeypatch.setattr(ray, "is_initialized", lambda: next(joined, True))
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(ray, name, lambda **_: None)
+    head = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    host, port = head.sockets[0].getsockname()
+    pool = stopped(ray_pool)(serve, workers=1, address=f"{host}:{port}")
+    async with head:
+        await pool.start()
+        assert pool.shortfall() == ""
+    lost = f"the head of Ray at {host}:{port} does not answer any more"
+    await until(lambda: pool.shortfall().startswith(lost) and lost in caplog.text)
+    assert len(pool.workers()) == 1
+    async with await asyncio.start_server(lambda reader, writer: writer.close(), host, port):
+        await until(lambda: pool.shortfall() == "")
+
+
 async def test_what_listens_and_is_no_ray_of_ours_is_said_so(monkeypatch):
     def refuse(**options):
         raise ConnectionError("it speaks another version")
