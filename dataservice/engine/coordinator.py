@@ -66,12 +66,14 @@ from dataservice.engine.registration import OpenJob
 from dataservice.engine.running_job import RunningJob
 from dataservice.engine.shares import Shares
 from dataservice.engine.step_threads import StepThreads
+from dataservice.engine.tasks import cancel_all
 from dataservice.engine.worker_admin import WorkerAdmin
 
 log = logging.getLogger(__name__)
 
 # Jobs that ran are opened again, with no rank waiting, by then at the latest.
 RESTORED_WITHIN_S = 20.0
+LOOKED_AT_EVERY_S = 15.0  # jobs, for metrics
 FETCHING_THREADS = 4  # of which each waits for a process that reads an index
 
 
@@ -179,11 +181,16 @@ class Coordinator:
         )
         self._worker_admin = WorkerAdmin(pool, self._dispatcher)
         self._sessions: dict[str, Session] = {}
+        self._showing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Know every stored job, and begin to restore the attempts that were running."""
         await self._dispatcher.start()
         await self._table.start(self._soon_staffed)
+        running = self._table.running
+        self._showing = asyncio.create_task(
+            self._view.show(running.values, self._metrics, every_s=LOOKED_AT_EVERY_S)
+        )
 
     async def _soon_staffed(self) -> None:
         """Wait until a worker is there, or has been long in coming: what starts workers needs the
@@ -198,6 +205,7 @@ class Coordinator:
     async def stop(self) -> None:
         """Stop every loop; the store keeps all that is needed to go on. Workers keep what they
         hold: they end with us, or serve it until a successor takes them over."""
+        await cancel_all(self._showing)
         await self._worker_admin.stop()
         await self._progress.stop()
         await self._table.stop()

@@ -5,6 +5,7 @@ statistics (last steps) ├─► JobHealth, FleetHealth ─► diagnose ─► 
 pool, team shares ──────┘
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from dataservice.core.health import (
     RankHealth,
     ServiceHealth,
 )
-from dataservice.core.ports import WorkerPool
+from dataservice.core.ports import Metrics, WorkerPool
 from dataservice.core.team import team_of
 from dataservice.engine.attempt import Attempt
 from dataservice.engine.connection_capacity import ConnectionCapacity, ranks_of
@@ -88,6 +89,18 @@ class HealthView:
                 findings.append(Finding(severity="slow", text=short))
             found.append(Diagnosed(health=health, findings=tuple(findings)))
         return ServiceHealth(jobs=tuple(found), fleet=fleet, troubles=self.troubles())
+
+    async def show(
+        self, running: Callable[[], Iterable[RunningJob]], metrics: Metrics, *, every_s: float
+    ) -> None:
+        """Tell metrics again and again which jobs are stalled, those without trainers too, until
+        cancelled."""
+        while True:
+            jobs = [*running()]
+            for found in self.of(jobs, jobs, {}, team=None).jobs:
+                stalled = any(each.severity == "stalled" for each in found.findings)
+                metrics.job_looked_at(found.health.job, stalled=stalled)
+            await asyncio.sleep(every_s)
 
     def _fleet(self) -> FleetHealth:
         infos = [info for info in self.pool.workers() if info.state == "serving"]

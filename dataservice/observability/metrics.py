@@ -102,6 +102,9 @@ class PrometheusMetrics:
         self._waiting_ranks = job(
             Gauge, "waiting_ranks", "Ranks whose training waits for data now."
         )
+        self._stalled = job(
+            Gauge, "job_stalled", "1 where `dataservice status` says that the job is stalled, or 0."
+        )
         self._worst_wait_s = job(
             Gauge,
             "worst_exposed_wait_seconds",
@@ -290,6 +293,10 @@ class PrometheusMetrics:
     def waiting_ranks(self, job: str, ranks: int) -> None:
         """Set the number of ranks."""
         self._series(self._waiting_ranks, job).set(ranks)
+
+    def job_looked_at(self, job: str, *, stalled: bool) -> None:
+        """Set whether it is stalled."""
+        self._series(self._stalled, job).set(stalled)
 
     def workers_serving(self, workers: int, *, slots: int) -> None:
         """Set the size of the fleet."""

@@ -1,6 +1,7 @@
 """Running jobs as they are seen: attempts, windows and shares, in the words of core.health."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -8,6 +9,8 @@ from dataservice.core.errors import NotFoundError, StateError
 from dataservice.core.health import OTHERS, Finding, RankReport
 from dataservice.core.team import TeamSpec
 from dataservice.engine.health import report_every_s
+from dataservice.observability.diagnosis import diagnose
+from dataservice.observability.metrics import PrometheusMetrics
 from dataservice.state.memory import MemoryStateStore
 from tests.engine.sessions import only_missing, open_all, open_rank, settled, started, train
 from tests.engine.support import Books
@@ -51,6 +54,28 @@ async def test_ranks_that_have_not_opened_are_missing():
     assert job.forming_s > 0
     opening.cancel()
     await asyncio.gather(opening, return_exceptions=True)
+    await coordinator.stop()
+
+
+async def test_a_stalled_job_shows_in_metrics_though_it_has_never_trained(monkeypatch):
+    monkeypatch.setattr("dataservice.engine.coordinator.LOOKED_AT_EVERY_S", 0.02)
+    monkeypatch.setattr("dataservice.observability.diagnosis.QUIET_S", 0.0)
+    metrics = PrometheusMetrics()
+    coordinator = await started("waits", "idle", metrics=metrics, diagnose=diagnose)
+    await coordinator.start()
+
+    async def shown(job, stalled):
+        name = "dataservice_job_stalled"
+        return metrics.registry.get_sample_value(name, {"job": job}) == stalled
+
+    await settled(partial(shown, "waits", 0.0))
+    opening = asyncio.create_task(open_rank(coordinator, 1, world=2, job="waits"))
+    await settled(partial(shown, "waits", 1.0))
+    assert await shown("idle", 0.0)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    await coordinator.delete("waits")
+    assert await shown("waits", None)
     await coordinator.stop()
 
 
