@@ -103,7 +103,9 @@ class PrometheusMetrics:
             Gauge, "waiting_ranks", "Ranks whose training waits for data now."
         )
         self._stalled = job(
-            Gauge, "job_stalled", "1 where `dataservice status` says that the job is stalled, or 0."
+            Gauge,
+            "stalled_jobs",
+            "1 where `dataservice status` says that the job is stalled, or 0.",
         )
         self._worst_wait_s = job(
             Gauge,

@@ -65,7 +65,7 @@ async def test_a_stalled_job_shows_in_metrics_though_it_has_never_trained(monkey
     await coordinator.start()
 
     async def shown(job, stalled):
-        name = "dataservice_job_stalled"
+        name = "dataservice_stalled_jobs"
         return metrics.registry.get_sample_value(name, {"job": job}) == stalled
 
     await settled(partial(shown, "waits", 0.0))

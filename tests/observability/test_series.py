@@ -19,6 +19,7 @@ COUNTED = (
     "packs",
     "groups",
     "ranks",
+    "jobs",
     "slots",
     "workers",
     "weight",
