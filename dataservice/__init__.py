@@ -28,6 +28,9 @@ def _kernel_cache() -> Path:
     return _PLANNING / "__pycache__" / f"kernels-{digest.hexdigest()}"
 
 
+# Whoever reaches a port could have gRPC's core write a line of its own each time; what goes wrong
+# in a call is told by who made or served it.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 if os.access(_PLANNING, os.W_OK):
     os.environ.setdefault("NUMBA_CACHE_DIR", str(_kernel_cache()))
     if (numba := sys.modules.get("numba")) is not None:  # has read the environment already

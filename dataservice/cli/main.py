@@ -2,6 +2,7 @@
 status."""
 
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from dataservice.operate.config import ServiceConfig
     from dataservice.sources.index import IndexSummary
     from dataservice.sources.shared_indexing import Elsewhere
+
+log = logging.getLogger(__name__)
 
 app = typer.Typer(
     help="A balanced data-loading service for multimodal LLM training.\n\n"
@@ -294,7 +297,13 @@ def serve(
         workers = f"{len(service.pool.workers())} of {settings.workers} workers"
         console.print(f"serving with {workers}", highlight=False)
 
-    run_service(settings, ready=ready, staffed=staffed, tell=tell)
+    try:
+        run_service(settings, ready=ready, staffed=staffed, tell=tell)
+    except ServiceError as error:
+        if not settings.log_json:
+            raise
+        log.error("%s", error)  # a log store would lose why the service has ended
+        raise typer.Exit(1) from error
 
 
 app.command("layout")(lay_out)

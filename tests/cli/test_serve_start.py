@@ -1,5 +1,6 @@
 """A service that starts says what it does, as it goes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +49,17 @@ def test_a_log_has_each_part_of_a_start_in_its_own_format(tmp_path, flags):
             assert '"level": "INFO", "logger": "dataservice.app", "message": "' in line
         else:
             assert " INFO dataservice.app: " in line
+
+
+def test_the_reason_why_a_service_ends_is_a_record_of_its_log(tmp_path):
+    (tmp_path / "file").touch()
+    state = ["--state-dir", str(tmp_path / "file" / "state"), "--log-json"]
+    command = [sys.executable, "-m", "dataservice.cli.main", "serve", "--pool", "local", *state]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    records = [json.loads(line) for line in done.stderr.splitlines()]
+    assert records[-1]["level"] == "ERROR"
+    assert "cannot be written" in records[-1]["message"]
 
 
 @pytest.mark.long

@@ -1,8 +1,10 @@
 """Two teams at one service: tokens, TLS, roots and the audit log, as an operator sets them up."""
 
+import contextlib
 import hmac
 import json
 import os
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,6 +135,18 @@ def knows(client: CoordinatorClient) -> bool:
 
 def audited(teams: Teams) -> list[dict[str, str]]:
     return [json.loads(line) for line in (teams.home / "audit.log").read_text().splitlines()]
+
+
+def test_whoever_speaks_no_tls_writes_no_lines_into_the_log(teams: Teams) -> None:
+    host, _, port = teams.service.address.rpartition(":")
+    before = teams.service.log.read_text()
+    for _ in range(10):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(1024):
+                    pass
+    assert teams.service.log.read_text() == before
 
 
 def test_two_teams_train_jobs_of_one_name_side_by_side_over_tls(teams: Teams, corpus: Path) -> None:
