@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -15,6 +16,9 @@ from trainer_client.positions import MropeRule, local_positions
 from trainer_client.runtime import GroupPool, LayoutError, PackedAttention, run_step
 from trainer_client.runtime.loads import make_microbatch
 from trainer_client.shard import PackItems
+
+# It asks a model by the older name.
+PEFT_ASKS = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated")
 
 
 def model_of(config, **settings):
@@ -73,6 +77,35 @@ def test_layers_that_do_not_pass_the_pack_on_are_refused_with_either_cause():
     )
     with pytest.raises(UnsupportedModel, match=said):
         one_step(model)
+
+
+@PEFT_ASKS
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (peft.LoraConfig, {"alora_invocation_tokens": [3, 4]}, "aLoRA"),
+        (peft.AdaLoraConfig, {"total_step": 300}, "AdaLora"),
+        (peft.PolyConfig, {}, "Poly"),
+    ],
+)
+def test_adapters_that_work_in_peft_s_forward_are_refused_with_those_that_do_not(
+    kind, settings, said
+):
+    settings = kind(target_modules=["q_proj"], task_type="CAUSAL_LM", **settings)
+    model = peft.get_peft_model(model_of("LlamaConfig"), settings)
+    with pytest.raises(UnsupportedModel, match=rf"^{said} .*PEFT's own forward.* LoRA.*supported"):
+        trainable(model)
+
+
+@PEFT_ASKS
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", [peft.LoraConfig, peft.LoHaConfig, peft.LoKrConfig])
+def test_adapters_that_work_in_the_layers_alone_are_trained(kind, mixed):
+    settings = kind(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model_of("LlamaConfig"), settings, mixed=mixed)
+    one_step(trainable(model))
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    assert any(weight.grad.any() for weight in trained)
 
 
 def test_an_unknown_family_of_images_is_refused_with_those_that_are_known():

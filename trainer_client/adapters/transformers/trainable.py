@@ -171,7 +171,26 @@ def plain_model(model: Any) -> Any:
             f"{type(settings).__name__} puts tokens before every sample, which the plan does not "
             "count. Adapters that change weights, such as LoRA, are supported."
         )
+    if (method := _method_of_forward(model)) is not None:
+        raise UnsupportedModel(
+            f"{method} does a part of its work in PEFT's own forward, which run_step does not "
+            "call, so that it would be left out. Adapters that work in the model's layers alone, "
+            "such as LoRA without invocation tokens, IA3, LoHa, VeRA and OFT, are supported."
+        )
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _method_of_forward(model: Any) -> str | None:
+    """What of PEFT's adapters in a model needs PEFT's forward, where anything does."""
+    for settings in getattr(model, "peft_config", {}).values():
+        if getattr(settings, "alora_invocation_tokens", None):
+            return "aLoRA (alora_invocation_tokens)"
+    tuner = model.base_model if hasattr(model, "get_base_model") else None
+    owner = next((kind for kind in type(tuner).__mro__ if "forward" in vars(kind)), None)
+    # By its name, since PEFT need not be there.
+    if owner is None or owner is Module or owner.__name__ == "BaseTuner":
+        return None
+    return type(model.active_peft_config).__name__.removesuffix("Config")
 
 
 def family_class(plain: Any) -> type[TextFamily]:
