@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR, text
+from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR, one_at_a_time, text
 from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
 from trainer_client.adapters.transformers import UnsupportedModel, trainable
 from trainer_client.positions import MropeRule, local_positions
@@ -49,6 +49,24 @@ def one_step(model, name="llama", seed=1):
 def test_a_decoder_that_packs_would_change_is_refused(config, settings, said):
     with pytest.raises(UnsupportedModel, match=said):
         trainable(model_of(config, **settings))
+
+
+def test_queries_that_are_scaled_by_their_place_in_a_pack_are_refused_with_what_is_the_same():
+    settings = {
+        "no_rope_layers": [1, 0, 1],
+        "layer_types": ["full_attention"] * 3,
+        "moe_layers": [],
+    }
+
+    def made(**tuning):
+        torch.manual_seed(3)
+        return model_of("Llama4TextConfig", **settings, **tuning)
+
+    with pytest.raises(UnsupportedModel, match=r"8192 tokens.*attn_temperature_tuning=False"):
+        trainable(made())
+    samples = samples_of("llama", FAMILIES["llama"].build(), 1)
+    own, _ = one_at_a_time(FAMILIES["llama"], made(), samples)
+    assert one_step(trainable(made(attn_temperature_tuning=False))).loss == pytest.approx(own)
 
 
 @pytest.mark.parametrize(

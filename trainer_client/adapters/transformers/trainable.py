@@ -234,6 +234,17 @@ def obstacles_of(plain: Any) -> Iterator[str]:
     mixers = [name for name, part in decoder.named_modules() if isinstance(part, Conv1d | RNNBase)]
     if mixers:
         yield f"mixes neighbouring tokens outside of attention, in {mixers[0]}"
+    tuned = [
+        part
+        for part in decoder.modules()
+        if getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
+    ]
+    if tuned:
+        yield (
+            "scales queries by their place in the pack (attn_temperature_tuning); where no sample "
+            f"of the job has {config.floor_scale} tokens (floor_scale), load it with "
+            "attn_temperature_tuning=False in its text config, which is the same model then"
+        )
     if getattr(config, "output_router_logits", False):
         yield (
             "adds a loss of its routers, a mean over a whole batch; set output_router_logits=False "
