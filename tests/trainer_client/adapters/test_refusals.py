@@ -9,7 +9,13 @@ import pytest
 import torch
 import transformers
 
-from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR, one_at_a_time, text
+from tests.trainer_client.adapters.foreign_models import (
+    FAMILIES,
+    PROCESSOR,
+    VOCABULARY,
+    one_at_a_time,
+    text,
+)
 from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
 from trainer_client.adapters.transformers import UnsupportedModel, trainable
 from trainer_client.positions import MropeRule, local_positions
@@ -356,3 +362,21 @@ def test_tokens_beyond_the_embeddings_are_refused_before_they_are_looked_up():
     model.resize_token_embeddings(4)
     with pytest.raises(LayoutError, match=r"tokens go up to \d+, and .* embeddings of 4"):
         one_step(trainable(model))
+
+
+def test_tokens_beyond_the_embeddings_are_refused_however_late_they_come():
+    model = trainable(FAMILIES["llama"].build())
+    one_step(model)
+    samples = samples_of("llama", model.model, 2)
+    shard = shard_of(samples, 1, 0, 2, (1,))
+    *first, last = shard.microbatches
+    late = replace(last, input_ids=torch.full_like(last.input_ids, VOCABULARY))
+    with GroupPool() as pool, pytest.raises(LayoutError, match=f"tokens go up to {VOCABULARY}"):
+        run_step(model, replace(shard, microbatches=(*first, late)), pool)
+
+
+def test_tokens_are_compared_with_embeddings_that_were_resized_meanwhile():
+    model = trainable(FAMILIES["llama"].build())
+    model.model.resize_token_embeddings(VOCABULARY + 1)
+    (first, *_) = shard_of(samples_of("llama", model.model, 1), 1, 0, 1, (1,)).microbatches
+    model.require_own_tokens(replace(first, input_ids=torch.full_like(first.input_ids, VOCABULARY)))

@@ -140,8 +140,7 @@ class TrainableModel(Module):
 
     def require_own_tokens(self, microbatch: Microbatch) -> None:
         """Raise LayoutError where a microbatch that lies on the host has ids beyond the vocabulary,
-        or items at other tokens than the model's. Looks until it has seen one with items of each
-        kind."""
+        or, as the first with items of a kind, has them at other tokens than the model's."""
         self._tokens.look_at(microbatch)
 
     def encoder_trains(self, modality: str) -> bool:
