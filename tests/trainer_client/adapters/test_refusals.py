@@ -19,7 +19,7 @@ from tests.trainer_client.adapters.foreign_models import (
 from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
 from trainer_client.adapters.transformers import UnsupportedModel, trainable
 from trainer_client.positions import MropeRule, local_positions
-from trainer_client.runtime import GroupPool, LayoutError, PackedAttention, run_step
+from trainer_client.runtime import GroupPool, LayoutError, PackedAttention, RuntimeFault, run_step
 from trainer_client.runtime.loads import make_microbatch
 from trainer_client.shard import PackItems
 
@@ -130,6 +130,16 @@ def test_adapters_that_work_in_the_layers_alone_are_trained(kind, mixed):
     one_step(trainable(model))
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     assert any(weight.grad.any() for weight in trained)
+
+
+def test_a_library_s_model_that_is_compiled_as_a_whole_is_refused_with_what_compiles():
+    said = r"as a whole.*model\.model\.get_decoder\(\)\.layers"
+    with pytest.raises(RuntimeFault, match=said):
+        trainable(torch.compile(model_of("LlamaConfig"), backend="eager"))
+    model = model_of("LlamaConfig")
+    model.compile(backend="eager")
+    with pytest.raises(RuntimeFault, match=said):
+        trainable(model)
 
 
 def test_an_unknown_family_of_images_is_refused_with_those_that_are_known():

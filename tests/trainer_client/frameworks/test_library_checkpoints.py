@@ -14,7 +14,7 @@ from tests.documents import ROOT, blocks
 from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR
 from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
 from trainer_client.adapters.transformers import LibraryCheckpoints, trainable
-from trainer_client.runtime import GroupPool, run_step
+from trainer_client.runtime import GroupPool, RuntimeFault, run_step
 
 STEPS = 3
 # What transformers 5.23 calls activation checkpointing was gradient checkpointing before.
@@ -153,6 +153,14 @@ def test_training_ends_with_the_best_weights_where_the_settings_ask_for_them(
     )
     assert any(not torch.equal(last[name], second[name]) for name in second)
     torch.testing.assert_close(weights_of(judged), second, rtol=0, atol=0)
+
+
+def test_a_trainer_that_compiles_the_whole_model_is_told_what_compiles(
+    recipe, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # the settings write it
+    with pytest.raises(RuntimeFault, match=r"torch_compile=True.*layer\.compile\("):
+        train(recipe, tiny("llama", False), "llama", tmp_path, torch_compile_backend="eager")
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -33,6 +33,7 @@ from trainer_client.runtime import (
     PackedAttention,
     forward_microbatch,
 )
+from trainer_client.runtime.step import require_eager
 from trainer_client.shard import Microbatch, ModalityBatch
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -66,7 +67,9 @@ def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") 
     Raises
     ------
     UnsupportedModel: packs of samples would train another model.
+    RuntimeFault: the model was compiled as a whole.
     """
+    require_eager(model)
     plain = plain_model(model)
     family_of = family_class(plain)
     require_language_head(plain)
