@@ -57,6 +57,25 @@ def test_a_decoder_that_packs_would_change_is_refused(config, settings, said):
         trainable(model_of(config, **settings))
 
 
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ("GPT2Config", {"attn_pdrop": 0}),
+        ("OPTConfig", {"word_embed_proj_dim": 32, "ffn_dim": 48}),
+        ("BertConfig", {"is_decoder": True, "attention_probs_dropout_prob": 0}),
+    ],
+)
+def test_a_sample_that_is_longer_than_the_learned_positions_is_refused(config, settings):
+    def step(positions):
+        one_step(trainable(model_of(config, **settings, max_position_embeddings=positions)))
+
+    longest = max(len(each.ids) for each in samples_of("llama", FAMILIES["llama"].build(), 1))
+    step(longest + longest % 2)
+    said = rf"has {longest + longest % 2} tokens.* learned 8 positions.*max_sample_tokens .*to 8$"
+    with pytest.raises(LayoutError, match=said):
+        step(8)
+
+
 def test_queries_that_are_scaled_by_their_place_in_a_pack_are_refused_with_what_is_the_same():
     settings = {
         "no_rope_layers": [1, 0, 1],

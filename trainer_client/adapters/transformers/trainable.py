@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Conv1d, Module, RNNBase
+from torch.nn import Conv1d, Embedding, Module, RNNBase
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -30,6 +30,7 @@ from trainer_client.runtime import (
     Features,
     GroupPool,
     Kernel,
+    LayoutError,
     PackedAttention,
     forward_microbatch,
 )
@@ -39,6 +40,8 @@ from trainer_client.shard import Microbatch, ModalityBatch
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their frequencies depend on the longest position in a batch, beyond a limit.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# What decoders call the embeddings of positions that they have learned.
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 CHANNELS = 3
 _NORMALIZING = ("image_mean", "image_std", "do_normalize", "do_rescale", "rescale_factor")
 
@@ -162,6 +165,7 @@ class TrainableModel(Module):
         if decoder.config._attn_implementation != RING:  # someone has evaluated in between
             decoder.set_attn_implementation(RING)
         refuse_long_rope(decoder.config, microbatch)
+        refuse_unlearned_positions(decoder, microbatch)
         return self._family.decode(microbatch, features, attention)
 
 
@@ -280,6 +284,23 @@ def refuse_long_rope(config: Any, microbatch: Microbatch) -> None:
                 f"rotary positions of type {kind['rope_type']!r} change their frequencies beyond "
                 f"{limit} tokens, for all samples of a pack, and one has {longest}; set "
                 f"max_sample_tokens of the job's pipeline to {limit}"
+            )
+
+
+def refuse_unlearned_positions(decoder: Any, microbatch: Microbatch) -> None:
+    """Raise LayoutError where a sample is longer than a decoder's table of positions."""
+    owners = decoder, getattr(decoder, "embeddings", None)
+    tables = [getattr(owner, name, None) for owner in owners for name in POSITION_TABLES]
+    for table in tables:
+        if not isinstance(table, Embedding):
+            continue
+        limit = table.num_embeddings - getattr(table, "offset", 0)
+        longest = int(microbatch.cu_seqlens.diff().max())
+        if longest > limit:
+            raise LayoutError(
+                f"a sample has {longest:,} tokens, padding included, and {type(decoder).__name__} "
+                f"has learned {limit:,} positions; set max_sample_tokens of the job's pipeline to "
+                f"{limit}"
             )
 
 
