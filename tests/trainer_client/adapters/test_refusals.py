@@ -170,6 +170,34 @@ def test_an_unknown_family_of_images_is_refused_with_those_that_are_known():
 
 
 @pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Idefics", {"vision_config": {"embed_dim": 32, "num_attention_heads": 2}}),
+        ("Phi4Multimodal", {"pad_token_id": 0}),
+        ("KyutaiSpeechToText", {"audio_pad_token_id": 0, "pad_token_id": 0}),
+    ],
+)
+def test_an_unknown_family_whose_whole_config_is_its_text_is_refused_too(name, settings):
+    config = getattr(transformers, f"{name}Config")(**{**text(), **settings})
+    with torch.device("meta"):
+        model = transformers.AutoModelForMultimodalLM.from_config(config)
+    with pytest.raises(UnsupportedModel, match=rf"^{name}\w+ is of the family .* not known here"):
+        trainable(model)
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, trainable])
+def test_a_wrapper_is_refused_with_where_it_belongs(wrap):
+    with pytest.raises(UnsupportedModel, match=r"Parallel\(trainable\(model\)\)\.$"):
+        trainable(wrap(model_of("LlamaConfig")))
+
+
+def test_a_model_whose_decoder_is_not_found_is_refused():
+    ids = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
+    with pytest.raises(UnsupportedModel, match=r"^ModernBert\w+ gives a Linear as its decoder"):
+        trainable(model_of("ModernBertDecoderConfig", **ids))
+
+
+@pytest.mark.parametrize(
     ("made", "said"),
     [
         ("LlamaModel", r"LlamaForCausalLM, as AutoModelForCausalLM\.from_pretrained"),

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Conv1d, Embedding, Module, RNNBase
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -40,6 +41,8 @@ from trainer_client.shard import Microbatch, ModalityBatch
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their frequencies depend on the longest position in a batch, beyond a limit.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# What some families with encoders have beside the text, which is their whole config.
+ENCODER_CONFIGS = ("vision_config", "codec_config")
 # What decoders call the embeddings of positions that they have learned.
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 CHANNELS = 3
@@ -177,32 +180,41 @@ def plain_model(model: Any) -> Any:
             f"{type(settings).__name__} puts tokens before every sample, which the plan does not "
             "count. Adapters that change weights, such as LoRA, are supported."
         )
-    if (method := _method_of_forward(model)) is not None:
+    wraps = hasattr(model, "peft_config") and not isinstance(model, PreTrainedModel)
+    tuner = model.base_model if wraps else None  # mixed models have no get_base_model()
+    if (method := _method_of_forward(model, tuner)) is not None:
         raise UnsupportedModel(
             f"{method} does a part of its work in PEFT's own forward, which run_step does not "
             "call, so that it would be left out. Adapters that work in the model's layers alone, "
             "such as LoRA without invocation tokens, IA3, LoHa, VeRA and OFT, are supported."
         )
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    plain = getattr(tuner, "model", model)
+    if not isinstance(plain, PreTrainedModel):
+        raise UnsupportedModel(
+            f"{type(plain).__name__} is no model of transformers. Give trainable the library's own "
+            "model, with PEFT's adapters in it or without, and wrap what trainable returns, as in "
+            "DistributedDataParallel(trainable(model))."
+        )
+    return plain
 
 
-def _method_of_forward(model: Any) -> str | None:
-    """What of PEFT's adapters in a model needs PEFT's forward, where anything does."""
+def _method_of_forward(model: Any, tuner: Any) -> str | None:
+    """What of PEFT's adapters in a model, or of their tuner, needs PEFT's forward, if anything."""
     for settings in getattr(model, "peft_config", {}).values():
         if getattr(settings, "alora_invocation_tokens", None):
             return "aLoRA (alora_invocation_tokens)"
-    tuner = model.base_model if hasattr(model, "get_base_model") else None
     owner = next((kind for kind in type(tuner).__mro__ if "forward" in vars(kind)), None)
     # By its name, since PEFT need not be there.
     if owner is None or owner is Module or owner.__name__ == "BaseTuner":
         return None
-    return type(model.active_peft_config).__name__.removesuffix("Config")
+    return owner.__name__.removesuffix("Model")
 
 
 def family_class(plain: Any) -> type[TextFamily]:
     """The class of a model's family; a text decoder needs none of its own."""
     kind, text = plain.config.model_type, plain.config.get_text_config()
-    if text is plain.config:
+    encodes = any(getattr(plain.config, name, None) for name in ENCODER_CONFIGS)
+    if text is plain.config and not encodes:
         return TextFamily
     if kind not in FAMILIES:
         raise UnsupportedModel(
@@ -229,6 +241,12 @@ def require_language_head(plain: Any) -> None:
 def obstacles_of(plain: Any) -> Iterator[str]:
     """What the config and the modules show to be inexact in packs, with the remedy."""
     decoder = plain.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        yield (
+            f"gives a {type(decoder).__name__} as its decoder (get_decoder()), where a model of "
+            "transformers is expected, so that its layers cannot take the ring"
+        )
+        return
     config = decoder.config
     if getattr(plain.config, "is_encoder_decoder", False):
         yield "is an encoder-decoder, where a decoder alone is expected"
