@@ -394,13 +394,21 @@ class Gemma3(Tiles):
                 f"is exact at CP degree 1 only, and this pack is spread over "
                 f"{len(microbatch.cp_group)} replicas: {DEGREE_ONE}"
             )
-        items = microbatch.items  # on the host: reading tokens would wait for their device
-        if items is not None and not (items.modality == MODALITIES.index("vision")).any():
+        # By the plan, which lies on the host: tokens would be waited for, and the config of a model
+        # with a small vocabulary may name an image token that the job does not have.
+        items = microbatch.items
+        if items is None:
             return None
-        image = microbatch.input_ids == self.model.config.image_token_id
+        seen = items.modality == MODALITIES.index("vision")
+        if not seen.any():
+            return None
+        ids = microbatch.input_ids
+        image = torch.zeros(len(ids), dtype=torch.bool)
+        for start, tokens in zip(items.start[seen], items.tokens[seen], strict=True):
+            image[start : start + tokens] = True
         begins = image.clone()
         begins[1:] &= ~image[:-1]
-        return torch.where(image, begins.cumsum(0), -1)
+        return copied_once(torch.where(image, begins.cumsum(0), -1), ids.device)
 
 
 class Qwen2Audio(FeatureFamily):
