@@ -113,6 +113,20 @@ def test_a_layer_that_asks_for_more_than_the_ring_computes_is_refused(config, se
         one_step(trainable(model_of(config, **settings)))
 
 
+def test_a_model_whose_layers_attend_twice_is_refused_by_their_number():
+    model = trainable(model_of("DiffLlamaConfig"))
+    with pytest.raises(UnsupportedModel, match=r"the 3 layers of DiffLlama\w+ .* 6 times.*a layer"):
+        one_step(model)
+
+
+def test_layers_that_do_not_ask_the_interface_are_refused_with_what_they_may_do():
+    model = trainable(model_of("LlamaConfig"))
+    left_out = model.model.get_decoder().layers[1]
+    left_out.forward = lambda hidden, **_: hidden
+    with pytest.raises(UnsupportedModel, match=r"^2 of the 3 layers .* left out, .*own.*compiled"):
+        one_step(model)
+
+
 def test_layers_that_do_not_pass_the_pack_on_are_refused_with_either_cause():
     model = trainable(model_of("NemotronConfig"))
     said = (

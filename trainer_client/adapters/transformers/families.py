@@ -135,12 +135,22 @@ class TextFamily:
 
     def _check_calls(self, calls: int) -> None:
         layers = self.decoder.config.num_hidden_layers
-        if calls != layers:
+        if calls == layers:
+            return
+        name = type(self.decoder).__name__
+        if calls > layers:
             raise UnsupportedModel(
-                f"{calls} of the {layers} layers of {type(self.decoder).__name__} computed "
-                "their attention through transformers' attention interface; the others would mix "
-                "the samples of a pack"
+                f"the {layers} layers of {name} computed attention {calls} times through "
+                "transformers' attention interface, and what is known of models is one attention "
+                "a layer. Of this one it is not known that it keeps the samples of a pack apart"
             )
+        raise UnsupportedModel(
+            f"{calls} of the {layers} layers of {name} computed their attention through "
+            "transformers' attention interface. The others were left out, or attend in a way of "
+            "their own, which would mix the samples of a pack; or the model was compiled as a "
+            "whole: compile its decoder's layers instead, each by "
+            "layer.compile(fullgraph=True, dynamic=True)"
+        )
 
     def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Any]:
         """What `logits` takes of tokens [1, rows] and of feature rows."""
