@@ -120,10 +120,11 @@ def run_step(
     encoder_stream: whether encoders that go ahead may run on a stream of their own, where the
         device has streams and the model is not sharded by FSDP2; see ``_stream_of``.
 
-    Raises PlanMismatchError, PeerError, LayoutError, RuntimeFault where gradients are off.
-    Collective over all replicas.
+    Raises PlanMismatchError, PeerError, LayoutError, RuntimeFault where gradients are off or the
+    model was compiled as a whole. Collective over all replicas.
     """
     require_gradients()
+    require_eager(model)
     reduction = gradients or reduction_of(model, groups)
     return _whole_step(model, shard, groups, reduction, features_ahead, encoder_stream)
 
@@ -137,6 +138,19 @@ def require_gradients() -> None:
         )
 
 
+def require_eager(model: Module) -> None:
+    """Raises RuntimeFault where a model, or what is in its wrapper, was compiled as a whole."""
+    for part in (model, _inside_ddp(model)):
+        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+            raise RuntimeFault(
+                "the model was compiled as a whole, by torch.compile, by its compile() or by a "
+                "trainer's torch_compile=True; a step exchanges features and waits for other "
+                "ranks, which is no graph. Leave the whole as it is, and compile the layers of its "
+                "decoder, each by layer.compile(fullgraph=True, dynamic=True); of a model in "
+                "trainable(), model.model.get_decoder().layers has them."
+            )
+
+
 def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
     """The loss of a whole step, without gradients: for validation between training steps.
 
@@ -144,8 +158,10 @@ def evaluate_step(model: Module, shard: Shard, groups: GroupPool) -> StepResult:
     mean over several steps is that of their losses, weighted by their ``loss_tokens``.
     Modules are run in the mode they are in: call ``model.eval()`` where that makes a difference.
 
-    Raises PlanMismatchError, PeerError, LayoutError. Collective over all replicas.
+    Raises PlanMismatchError, PeerError, LayoutError, RuntimeFault where the model was compiled as a
+    whole. Collective over all replicas.
     """
+    require_eager(model)
     with torch.no_grad():
         result = _whole_step(model, shard, groups, None, True, True)
     # What FSDP2 does behind a backward pass. Else it would compute the next step with the weights

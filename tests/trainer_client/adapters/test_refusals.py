@@ -4,17 +4,27 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
 
-from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR, text
+from tests.trainer_client.adapters.foreign_models import (
+    FAMILIES,
+    PROCESSOR,
+    VOCABULARY,
+    one_at_a_time,
+    text,
+)
 from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
 from trainer_client.adapters.transformers import UnsupportedModel, trainable
 from trainer_client.positions import MropeRule, local_positions
-from trainer_client.runtime import GroupPool, LayoutError, PackedAttention, run_step
+from trainer_client.runtime import GroupPool, LayoutError, PackedAttention, RuntimeFault, run_step
 from trainer_client.runtime.loads import make_microbatch
 from trainer_client.shard import PackItems
+
+# It asks a model by the older name.
+PEFT_ASKS = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated")
 
 
 def model_of(config, **settings):
@@ -48,6 +58,43 @@ def test_a_decoder_that_packs_would_change_is_refused(config, settings, said):
 
 
 @pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ("GPT2Config", {"attn_pdrop": 0}),
+        ("OPTConfig", {"word_embed_proj_dim": 32, "ffn_dim": 48}),
+        ("BertConfig", {"is_decoder": True, "attention_probs_dropout_prob": 0}),
+    ],
+)
+def test_a_sample_that_is_longer_than_the_learned_positions_is_refused(config, settings):
+    def step(positions):
+        one_step(trainable(model_of(config, **settings, max_position_embeddings=positions)))
+
+    longest = max(len(each.ids) for each in samples_of("llama", FAMILIES["llama"].build(), 1))
+    step(longest + longest % 2)
+    said = rf"has {longest + longest % 2} tokens.* learned 8 positions.*max_sample_tokens .*to 8$"
+    with pytest.raises(LayoutError, match=said):
+        step(8)
+
+
+def test_queries_that_are_scaled_by_their_place_in_a_pack_are_refused_with_what_is_the_same():
+    settings = {
+        "no_rope_layers": [1, 0, 1],
+        "layer_types": ["full_attention"] * 3,
+        "moe_layers": [],
+    }
+
+    def made(**tuning):
+        torch.manual_seed(3)
+        return model_of("Llama4TextConfig", **settings, **tuning)
+
+    with pytest.raises(UnsupportedModel, match=r"8192 tokens.*attn_temperature_tuning=False"):
+        trainable(made())
+    samples = samples_of("llama", FAMILIES["llama"].build(), 1)
+    own, _ = one_at_a_time(FAMILIES["llama"], made(), samples)
+    assert one_step(trainable(made(attn_temperature_tuning=False))).loss == pytest.approx(own)
+
+
+@pytest.mark.parametrize(
     ("config", "settings", "said"),
     [
         ("Gemma2Config", {"sliding_window": 512}, "softcap"),
@@ -66,6 +113,20 @@ def test_a_layer_that_asks_for_more_than_the_ring_computes_is_refused(config, se
         one_step(trainable(model_of(config, **settings)))
 
 
+def test_a_model_whose_layers_attend_twice_is_refused_by_their_number():
+    model = trainable(model_of("DiffLlamaConfig"))
+    with pytest.raises(UnsupportedModel, match=r"the 3 layers of DiffLlama\w+ .* 6 times.*a layer"):
+        one_step(model)
+
+
+def test_layers_that_do_not_ask_the_interface_are_refused_with_what_they_may_do():
+    model = trainable(model_of("LlamaConfig"))
+    left_out = model.model.get_decoder().layers[1]
+    left_out.forward = lambda hidden, **_: hidden
+    with pytest.raises(UnsupportedModel, match=r"^2 of the 3 layers .* left out, .*own.*compiled"):
+        one_step(model)
+
+
 def test_layers_that_do_not_pass_the_pack_on_are_refused_with_either_cause():
     model = trainable(model_of("NemotronConfig"))
     said = (
@@ -75,12 +136,79 @@ def test_layers_that_do_not_pass_the_pack_on_are_refused_with_either_cause():
         one_step(model)
 
 
+@PEFT_ASKS
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (peft.LoraConfig, {"alora_invocation_tokens": [3, 4]}, "aLoRA"),
+        (peft.AdaLoraConfig, {"total_step": 300}, "AdaLora"),
+        (peft.PolyConfig, {}, "Poly"),
+    ],
+)
+def test_adapters_that_work_in_peft_s_forward_are_refused_with_those_that_do_not(
+    kind, settings, said
+):
+    settings = kind(target_modules=["q_proj"], task_type="CAUSAL_LM", **settings)
+    model = peft.get_peft_model(model_of("LlamaConfig"), settings)
+    with pytest.raises(UnsupportedModel, match=rf"^{said} .*PEFT's own forward.* LoRA.*supported"):
+        trainable(model)
+
+
+@PEFT_ASKS
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", [peft.LoraConfig, peft.LoHaConfig, peft.LoKrConfig])
+def test_adapters_that_work_in_the_layers_alone_are_trained(kind, mixed):
+    settings = kind(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model_of("LlamaConfig"), settings, mixed=mixed)
+    one_step(trainable(model))
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    assert any(weight.grad.any() for weight in trained)
+
+
+def test_a_library_s_model_that_is_compiled_as_a_whole_is_refused_with_what_compiles():
+    said = r"as a whole.*model\.model\.get_decoder\(\)\.layers"
+    with pytest.raises(RuntimeFault, match=said):
+        trainable(torch.compile(model_of("LlamaConfig"), backend="eager"))
+    model = model_of("LlamaConfig")
+    model.compile(backend="eager")
+    with pytest.raises(RuntimeFault, match=said):
+        trainable(model)
+
+
 def test_an_unknown_family_of_images_is_refused_with_those_that_are_known():
     config = transformers.PaliGemmaConfig(text_config={**text(), "model_type": "gemma"})
     with torch.device("meta"):
         model = transformers.PaliGemmaForConditionalGeneration(config)
     with pytest.raises(UnsupportedModel, match=r"family 'paligemma'.* known are gemma3, internvl"):
         trainable(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Idefics", {"vision_config": {"embed_dim": 32, "num_attention_heads": 2}}),
+        ("Phi4Multimodal", {"pad_token_id": 0}),
+        ("KyutaiSpeechToText", {"audio_pad_token_id": 0, "pad_token_id": 0}),
+    ],
+)
+def test_an_unknown_family_whose_whole_config_is_its_text_is_refused_too(name, settings):
+    config = getattr(transformers, f"{name}Config")(**{**text(), **settings})
+    with torch.device("meta"):
+        model = transformers.AutoModelForMultimodalLM.from_config(config)
+    with pytest.raises(UnsupportedModel, match=rf"^{name}\w+ is of the family .* not known here"):
+        trainable(model)
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, trainable])
+def test_a_wrapper_is_refused_with_where_it_belongs(wrap):
+    with pytest.raises(UnsupportedModel, match=r"Parallel\(trainable\(model\)\)\.$"):
+        trainable(wrap(model_of("LlamaConfig")))
+
+
+def test_a_model_whose_decoder_is_not_found_is_refused():
+    ids = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
+    with pytest.raises(UnsupportedModel, match=r"^ModernBert\w+ gives a Linear as its decoder"):
+        trainable(model_of("ModernBertDecoderConfig", **ids))
 
 
 @pytest.mark.parametrize(
@@ -294,10 +422,13 @@ def test_samples_that_could_not_be_decoded_tell_nothing_of_the_tokenizer(pad, de
         list(map(model.require_own_tokens, whole))
 
 
-def test_ids_that_a_small_model_has_no_embeddings_of_tell_nothing():
-    model = FAMILIES["qwen2_5_vl"].build()
-    model.config.image_token_id = model.config.video_token_id = 151_655
-    one_step(trainable(model, processor=PROCESSOR), "qwen2_5_vl")
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_ids_that_a_small_model_has_no_embeddings_of_tell_nothing(name):
+    model = FAMILIES[name].build()
+    model.config.image_token_id = model.config.video_token_id = 262_144
+    found = one_step(trainable(model, processor=PROCESSOR), name)
+    known = one_step(trainable(FAMILIES[name].build(), processor=PROCESSOR), name)
+    assert found.loss == known.loss
 
 
 def test_tokens_beyond_the_embeddings_are_refused_before_they_are_looked_up():
@@ -305,3 +436,21 @@ def test_tokens_beyond_the_embeddings_are_refused_before_they_are_looked_up():
     model.resize_token_embeddings(4)
     with pytest.raises(LayoutError, match=r"tokens go up to \d+, and .* embeddings of 4"):
         one_step(trainable(model))
+
+
+def test_tokens_beyond_the_embeddings_are_refused_however_late_they_come():
+    model = trainable(FAMILIES["llama"].build())
+    one_step(model)
+    samples = samples_of("llama", model.model, 2)
+    shard = shard_of(samples, 1, 0, 2, (1,))
+    *first, last = shard.microbatches
+    late = replace(last, input_ids=torch.full_like(last.input_ids, VOCABULARY))
+    with GroupPool() as pool, pytest.raises(LayoutError, match=f"tokens go up to {VOCABULARY}"):
+        run_step(model, replace(shard, microbatches=(*first, late)), pool)
+
+
+def test_tokens_are_compared_with_embeddings_that_were_resized_meanwhile():
+    model = trainable(FAMILIES["llama"].build())
+    model.model.resize_token_embeddings(VOCABULARY + 1)
+    (first, *_) = shard_of(samples_of("llama", model.model, 1), 1, 0, 1, (1,)).microbatches
+    model.require_own_tokens(replace(first, input_ids=torch.full_like(first.input_ids, VOCABULARY)))

@@ -14,7 +14,7 @@ from tests.documents import ROOT, blocks
 from tests.trainer_client.adapters.foreign_models import FAMILIES, PROCESSOR
 from tests.trainer_client.adapters.foreign_steps import samples_of, shard_of
 from trainer_client.adapters.transformers import LibraryCheckpoints, trainable
-from trainer_client.runtime import GroupPool, run_step
+from trainer_client.runtime import GroupPool, RuntimeFault, run_step
 
 STEPS = 3
 # What transformers 5.23 calls activation checkpointing was gradient checkpointing before.
@@ -71,6 +71,7 @@ def train(recipe, model, name, folder, *, steps=STEPS, resume=None, beside=None,
         trainable(model, processor=PROCESSOR),
         settings,
         train_dataset=shards,
+        eval_dataset=shards,
         processing_class=beside,
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -111,13 +112,14 @@ def test_a_run_that_resumes_ends_with_the_weights_of_one_that_went_through(
     torch.testing.assert_close(weights_of(resumed), weights_of(whole), rtol=0, atol=0)
 
 
-def test_adapters_are_saved_and_resumed_alone(recipe, tmp_path):
-    def adapted():
-        torch.manual_seed(5)
-        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-        return peft.get_peft_model(tiny("llama", False), settings)
+def with_adapters():
+    torch.manual_seed(5)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(tiny("llama", False), settings)
 
-    whole = train(recipe, adapted(), "llama", tmp_path)
+
+def test_adapters_are_saved_and_resumed_alone(recipe, tmp_path):
+    whole = train(recipe, with_adapters(), "llama", tmp_path)
     with safe_open(tmp_path / f"checkpoint-{STEPS}" / "adapter_model.safetensors", "pt") as saved:
         assert all("lora" in name for name in saved.keys())  # noqa: SIM118 - it is no dictionary
     loaded = peft.PeftModel.from_pretrained(
@@ -125,9 +127,40 @@ def test_adapters_are_saved_and_resumed_alone(recipe, tmp_path):
     )
     torch.testing.assert_close(weights_of(loaded), weights_of(whole.model), rtol=0, atol=0)
     resumed = train(
-        recipe, adapted(), "llama", tmp_path / "on", resume=str(tmp_path / "checkpoint-2")
+        recipe, with_adapters(), "llama", tmp_path / "on", resume=str(tmp_path / "checkpoint-2")
     )
     torch.testing.assert_close(weights_of(resumed), weights_of(whole), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("made", [lambda: tiny("llama", False), with_adapters])
+def test_training_ends_with_the_best_weights_where_the_settings_ask_for_them(
+    recipe, tmp_path, made
+):
+    class SecondIsBest(recipe):
+        def evaluate(self, *_, **__):
+            return {"eval_loss": abs(self.state.global_step - 2.0)}
+
+    options = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    judged = train(SecondIsBest, made(), "llama", tmp_path / "judged", **options)
+    last, second = (
+        weights_of(train(recipe, made(), "llama", tmp_path / str(steps), steps=steps))
+        for steps in (STEPS, 2)
+    )
+    assert any(not torch.equal(last[name], second[name]) for name in second)
+    torch.testing.assert_close(weights_of(judged), second, rtol=0, atol=0)
+
+
+def test_a_trainer_that_compiles_the_whole_model_is_told_what_compiles(
+    recipe, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # the settings write it
+    with pytest.raises(RuntimeFault, match=r"torch_compile=True.*layer\.compile\("):
+        train(recipe, tiny("llama", False), "llama", tmp_path, torch_compile_backend="eager")
 
 
 @pytest.mark.parametrize("adapted", [False, True])

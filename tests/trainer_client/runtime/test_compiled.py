@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import library, nn
 from torch.fx.experimental import _config as shape_config
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -19,6 +21,7 @@ from tests.trainer_client.runtime.random_steps import (
     make_model,
     make_shard,
     one_token,
+    random_plan,
     random_samples,
     single_process,
     worst_difference,
@@ -28,6 +31,7 @@ from trainer_client.runtime import (
     GroupPool,
     LayoutError,
     PackedAttention,
+    RuntimeFault,
     evaluate_step,
     run_step,
 )
@@ -253,3 +257,35 @@ def test_the_operator_holds_to_what_it_declares():
     spans = torch.tensor([-1, 0, 0, 1, 1, -1, 2])
     settings = (attention.handle, True, 0.5, 2, spans, "auto")
     library.opcheck(OPERATOR, (q, k, v, *settings))
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("step", [run_step, evaluate_step])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: torch.compile(model, backend="eager"),
+        compiled_in_place,
+        lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
+        lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+        lambda model: compiled_in_place(DistributedDataParallel(model)),
+    ],
+)
+def test_a_model_that_is_compiled_as_a_whole_is_refused_with_what_compiles(alone, wrap, step):
+    samples = random_samples(1)
+    shard = make_shard(samples, random_plan(samples, 1, (1,), 1), 1, 0, 1)
+    model = wrap(make_model(()))
+    with GroupPool() as pool, pytest.raises(RuntimeFault, match=r"as a whole.*layer\.compile\("):
+        step(model, shard, pool)

@@ -22,11 +22,13 @@ from trainer_client.adapters.transformers.trainable import TrainableModel
 class LibraryCheckpoints:
     """Stands before `Trainer` among the bases of a Trainer that trains a TrainableModel.
 
-    Each checkpoint is that of the library's model, or of PEFT's adapters where it has some, and
-    ``trainer.train(resume_from_checkpoint=...)`` takes its weights from it.
+    Each checkpoint is that of the library's model, or of PEFT's adapters where it has some.
+    ``trainer.train(resume_from_checkpoint=...)`` takes its weights from it, and so does the end of
+    a training with ``load_best_model_at_end=True``.
     """
 
     model: Any
+    state: Any
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """What the Trainer writes of a model of transformers."""
@@ -48,6 +50,11 @@ class LibraryCheckpoints:
             return
         saved = type(library).from_pretrained(resume_from_checkpoint, dtype="auto")
         library.load_state_dict(saved.state_dict())
+
+    def _load_best_model(self) -> None:
+        """Take the weights of the best checkpoint: the Trainer's own loading looks for the files
+        and the attributes of a model of transformers."""
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     @contextmanager
     def _library_model(self) -> Iterator[None]:

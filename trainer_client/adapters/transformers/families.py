@@ -135,12 +135,22 @@ class TextFamily:
 
     def _check_calls(self, calls: int) -> None:
         layers = self.decoder.config.num_hidden_layers
-        if calls != layers:
+        if calls == layers:
+            return
+        name = type(self.decoder).__name__
+        if calls > layers:
             raise UnsupportedModel(
-                f"{calls} of the {layers} layers of {type(self.decoder).__name__} computed "
-                "their attention through transformers' attention interface; the others would mix "
-                "the samples of a pack"
+                f"the {layers} layers of {name} computed attention {calls} times through "
+                "transformers' attention interface, and what is known of models is one attention "
+                "a layer. Of this one it is not known that it keeps the samples of a pack apart"
             )
+        raise UnsupportedModel(
+            f"{calls} of the {layers} layers of {name} computed their attention through "
+            "transformers' attention interface. The others were left out, or attend in a way of "
+            "their own, which would mix the samples of a pack; or the model was compiled as a "
+            "whole: compile its decoder's layers instead, each by "
+            "layer.compile(fullgraph=True, dynamic=True)"
+        )
 
     def taken(self, ids: Tensor, features: Mapping[str, Features]) -> dict[str, Any]:
         """What `logits` takes of tokens [1, rows] and of feature rows."""
@@ -394,13 +404,21 @@ class Gemma3(Tiles):
                 f"is exact at CP degree 1 only, and this pack is spread over "
                 f"{len(microbatch.cp_group)} replicas: {DEGREE_ONE}"
             )
-        items = microbatch.items  # on the host: reading tokens would wait for their device
-        if items is not None and not (items.modality == MODALITIES.index("vision")).any():
+        # By the plan, which lies on the host: tokens would be waited for, and the config of a model
+        # with a small vocabulary may name an image token that the job does not have.
+        items = microbatch.items
+        if items is None:
             return None
-        image = microbatch.input_ids == self.model.config.image_token_id
+        seen = items.modality == MODALITIES.index("vision")
+        if not seen.any():
+            return None
+        ids = microbatch.input_ids
+        image = torch.zeros(len(ids), dtype=torch.bool)
+        for start, tokens in zip(items.start[seen], items.tokens[seen], strict=True):
+            image[start : start + tokens] = True
         begins = image.clone()
         begins[1:] &= ~image[:-1]
-        return torch.where(image, begins.cumsum(0), -1)
+        return copied_once(torch.where(image, begins.cumsum(0), -1), ids.device)
 
 
 class Qwen2Audio(FeatureFamily):

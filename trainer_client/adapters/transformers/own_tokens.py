@@ -26,32 +26,28 @@ _REMEDY = (
 
 
 class OwnTokens:
-    """Compares the first microbatches of a model with its configuration."""
+    """Compares the microbatches of a model with it: the ids of each, and the first items of each
+    kind with its configuration."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # Adapters wrap embeddings in ways that have no number of them.
-        self._words: int = getattr(model.get_input_embeddings(), "num_embeddings", sys.maxsize)
-        self._own = {modality: self._own_tokens(names) for modality, names in _NAMES.items()}
-        self._left = {"text", *(modality for modality, own in self._own.items() if own)}
+        self._left = set(_NAMES)
 
     def look_at(self, microbatch: Microbatch) -> None:
-        """Raises LayoutError where ids, on the host, are not this model's. Costs nothing once each
-        kind was seen."""
-        ids = vars(microbatch)["input_ids"] if self._left else None  # not counted as read
+        """Raises LayoutError where ids, on the host, are not this model's."""
+        ids = vars(microbatch)["input_ids"]  # not counted as read
         if ids is None or ids.device.type != "cpu" or not len(ids):
             return
-        if "text" in self._left:
-            self._left.discard("text")
-            if (largest := int(ids.max())) >= self._words:
-                raise LayoutError(
-                    f"the job's tokens go up to {largest:,}, and {self._named} has embeddings of "
-                    f"{self._words:,}: {_REMEDY}"
-                )
-        for modality in sorted(self._left - {"text"}):
+        if (largest := int(ids.max())) >= self._words:
+            raise LayoutError(
+                f"the job's tokens go up to {largest:,}, and {self._named} has embeddings of "
+                f"{self._words:,}: {_REMEDY}"
+            )
+        for modality in sorted(self._left):
             batch: ModalityBatch | None = vars(microbatch)[modality]
             exchange = None if batch is None else vars(batch)["exchange"]  # not counted as read
-            if exchange is None or not len(exchange.recv_positions):
+            own = self._own_tokens(_NAMES[modality])
+            if exchange is None or not len(exchange.recv_positions) or not own:
                 continue
             places = exchange.recv_positions
             told = _varied(ids, vars(microbatch)["position_ids"])[places]
@@ -59,7 +55,6 @@ class OwnTokens:
             if not found:
                 continue
             self._left.discard(modality)
-            own = self._own[modality]
             if strange := [token for token in found if token not in own.values()]:
                 said = ", ".join(f"{name} {token}" for name, token in own.items())
                 raise LayoutError(
@@ -76,6 +71,12 @@ class OwnTokens:
             for name, token in found.items()
             if isinstance(token, int) and 0 <= token < self._words
         }
+
+    @property
+    def _words(self) -> int:
+        # Asked anew, since embeddings may be resized. Adapters wrap them in ways that have no
+        # number of them.
+        return getattr(self._model.get_input_embeddings(), "num_embeddings", sys.maxsize)
 
     @property
     def _named(self) -> str:

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Conv1d, Module, RNNBase
+from torch.nn import Conv1d, Embedding, Module, RNNBase
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -30,14 +31,20 @@ from trainer_client.runtime import (
     Features,
     GroupPool,
     Kernel,
+    LayoutError,
     PackedAttention,
     forward_microbatch,
 )
+from trainer_client.runtime.step import require_eager
 from trainer_client.shard import Microbatch, ModalityBatch
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their frequencies depend on the longest position in a batch, beyond a limit.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# What some families with encoders have beside the text, which is their whole config.
+ENCODER_CONFIGS = ("vision_config", "codec_config")
+# What decoders call the embeddings of positions that they have learned.
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 CHANNELS = 3
 _NORMALIZING = ("image_mean", "image_std", "do_normalize", "do_rescale", "rescale_factor")
 
@@ -66,7 +73,9 @@ def trainable(model: Module, *, processor: Any = None, kernel: Kernel = "auto") 
     Raises
     ------
     UnsupportedModel: packs of samples would train another model.
+    RuntimeFault: the model was compiled as a whole.
     """
+    require_eager(model)
     plain = plain_model(model)
     family_of = family_class(plain)
     require_language_head(plain)
@@ -140,8 +149,7 @@ class TrainableModel(Module):
 
     def require_own_tokens(self, microbatch: Microbatch) -> None:
         """Raise LayoutError where a microbatch that lies on the host has ids beyond the vocabulary,
-        or items at other tokens than the model's. Looks until it has seen one with items of each
-        kind."""
+        or, as the first with items of a kind, has them at other tokens than the model's."""
         self._tokens.look_at(microbatch)
 
     def encoder_trains(self, modality: str) -> bool:
@@ -160,6 +168,7 @@ class TrainableModel(Module):
         if decoder.config._attn_implementation != RING:  # someone has evaluated in between
             decoder.set_attn_implementation(RING)
         refuse_long_rope(decoder.config, microbatch)
+        refuse_unlearned_positions(decoder, microbatch)
         return self._family.decode(microbatch, features, attention)
 
 
@@ -171,13 +180,41 @@ def plain_model(model: Any) -> Any:
             f"{type(settings).__name__} puts tokens before every sample, which the plan does not "
             "count. Adapters that change weights, such as LoRA, are supported."
         )
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    wraps = hasattr(model, "peft_config") and not isinstance(model, PreTrainedModel)
+    tuner = model.base_model if wraps else None  # mixed models have no get_base_model()
+    if (method := _method_of_forward(model, tuner)) is not None:
+        raise UnsupportedModel(
+            f"{method} does a part of its work in PEFT's own forward, which run_step does not "
+            "call, so that it would be left out. Adapters that work in the model's layers alone, "
+            "such as LoRA without invocation tokens, IA3, LoHa, VeRA and OFT, are supported."
+        )
+    plain = getattr(tuner, "model", model)
+    if not isinstance(plain, PreTrainedModel):
+        raise UnsupportedModel(
+            f"{type(plain).__name__} is no model of transformers. Give trainable the library's own "
+            "model, with PEFT's adapters in it or without, and wrap what trainable returns, as in "
+            "DistributedDataParallel(trainable(model))."
+        )
+    return plain
+
+
+def _method_of_forward(model: Any, tuner: Any) -> str | None:
+    """What of PEFT's adapters in a model, or of their tuner, needs PEFT's forward, if anything."""
+    for settings in getattr(model, "peft_config", {}).values():
+        if getattr(settings, "alora_invocation_tokens", None):
+            return "aLoRA (alora_invocation_tokens)"
+    owner = next((kind for kind in type(tuner).__mro__ if "forward" in vars(kind)), None)
+    # By its name, since PEFT need not be there.
+    if owner is None or owner is Module or owner.__name__ == "BaseTuner":
+        return None
+    return owner.__name__.removesuffix("Model")
 
 
 def family_class(plain: Any) -> type[TextFamily]:
     """The class of a model's family; a text decoder needs none of its own."""
     kind, text = plain.config.model_type, plain.config.get_text_config()
-    if text is plain.config:
+    encodes = any(getattr(plain.config, name, None) for name in ENCODER_CONFIGS)
+    if text is plain.config and not encodes:
         return TextFamily
     if kind not in FAMILIES:
         raise UnsupportedModel(
@@ -204,6 +241,12 @@ def require_language_head(plain: Any) -> None:
 def obstacles_of(plain: Any) -> Iterator[str]:
     """What the config and the modules show to be inexact in packs, with the remedy."""
     decoder = plain.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        yield (
+            f"gives a {type(decoder).__name__} as its decoder (get_decoder()), where a model of "
+            "transformers is expected, so that its layers cannot take the ring"
+        )
+        return
     config = decoder.config
     if getattr(plain.config, "is_encoder_decoder", False):
         yield "is an encoder-decoder, where a decoder alone is expected"
@@ -215,6 +258,17 @@ def obstacles_of(plain: Any) -> Iterator[str]:
     mixers = [name for name, part in decoder.named_modules() if isinstance(part, Conv1d | RNNBase)]
     if mixers:
         yield f"mixes neighbouring tokens outside of attention, in {mixers[0]}"
+    tuned = [
+        part
+        for part in decoder.modules()
+        if getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
+    ]
+    if tuned:
+        yield (
+            "scales queries by their place in the pack (attn_temperature_tuning); where no sample "
+            f"of the job has {config.floor_scale} tokens (floor_scale), load it with "
+            "attn_temperature_tuning=False in its text config, which is the same model then"
+        )
     if getattr(config, "output_router_logits", False):
         yield (
             "adds a loss of its routers, a mean over a whole batch; set output_router_logits=False "
@@ -248,6 +302,23 @@ def refuse_long_rope(config: Any, microbatch: Microbatch) -> None:
                 f"rotary positions of type {kind['rope_type']!r} change their frequencies beyond "
                 f"{limit} tokens, for all samples of a pack, and one has {longest}; set "
                 f"max_sample_tokens of the job's pipeline to {limit}"
+            )
+
+
+def refuse_unlearned_positions(decoder: Any, microbatch: Microbatch) -> None:
+    """Raise LayoutError where a sample is longer than a decoder's table of positions."""
+    owners = decoder, getattr(decoder, "embeddings", None)
+    tables = [getattr(owner, name, None) for owner in owners for name in POSITION_TABLES]
+    for table in tables:
+        if not isinstance(table, Embedding):
+            continue
+        limit = table.num_embeddings - getattr(table, "offset", 0)
+        longest = int(microbatch.cu_seqlens.diff().max())
+        if longest > limit:
+            raise LayoutError(
+                f"a sample has {longest:,} tokens, padding included, and {type(decoder).__name__} "
+                f"has learned {limit:,} positions; set max_sample_tokens of the job's pipeline to "
+                f"{limit}"
             )
 
 
