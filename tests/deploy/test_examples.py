@@ -1,15 +1,24 @@
 import ast
 import inspect
+import os
+import re
+import subprocess
+import sys
 
 import pytest
+import yaml
 
+from dataservice.operate.tokens_file import TokensFile
+from dataservice.sources.roots import Roots
 from tests.deploy import references
 from tests.deploy.agreement import parse
 from tests.deploy.cluster import DEPLOY, Cluster, mounted_at, selects
 from tests.deploy.conftest import EXAMPLES
 from tests.deploy.kustomize import render
+from tests.deploy.procedure import commands_of
 from trainer_client import ShardDataset, Tls
 
+FIRST_STEPS = "From an empty namespace to the first shard"
 TRAINERS = {"torchrun-job": "trainer", "pytorchjob": "pytorch"}
 
 
@@ -114,3 +123,31 @@ def test_examples_ask_for_nothing_that_nobody_makes(name, production):
 def test_the_index_job_runs_a_command_that_there_is():
     (pod,) = Cluster(render(EXAMPLES["index-job"])).pods.values()
     assert parse(pod.container("index")["command"]) is None
+
+
+def test_a_team_of_the_first_steps_may_read_where_they_put_its_data(production):
+    made = " ".join(word for words in commands_of(FIRST_STEPS) for word in words)
+    (team,) = re.findall(r"token new --team (\S+)", made)
+    (pod,) = Cluster(render(EXAMPLES["index-job"])).pods.values()
+    (job_file,) = [each for each in pod.container("index")["command"] if each.endswith(".yaml")]
+    told = re.findall(r"`(/data/\S+?)(?:/…)?`", (DEPLOY / "README.md").read_text())
+    roots = Roots.of(production.config.roots, team)
+    for path in (job_file, *told):
+        roots.require(path, "a path of the example")
+
+
+def test_the_first_steps_make_a_file_with_the_teams_token_alone(tmp_path):
+    lines = [" ".join(words) for words in commands_of(FIRST_STEPS)]
+    made = [line for line in lines if re.search("token new|vision.txt", line)]
+    script = f"dataservice() {{ '{sys.executable}' -m dataservice.cli.main \"$@\"; }}\n"
+    subprocess.run(
+        ["sh", "-ec", script + "\n".join(made)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(DEPLOY.parent)},
+        check=True,
+    )
+    printed = [(tmp_path / name).read_text() for name in ("operator.txt", "vision.txt")]
+    entries = [entry for each in printed for entry in yaml.safe_load(each.partition("\n")[2])]
+    (tmp_path / "tokens.yaml").write_text(yaml.safe_dump(entries))
+    token = (tmp_path / "token").read_text().strip()
+    assert TokensFile(tmp_path / "tokens.yaml")(token).team == "vision"
