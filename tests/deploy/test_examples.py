@@ -2,8 +2,10 @@ import ast
 import inspect
 import os
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import yaml
@@ -15,10 +17,20 @@ from tests.deploy.agreement import parse
 from tests.deploy.cluster import DEPLOY, Cluster, mounted_at, selects
 from tests.deploy.conftest import EXAMPLES
 from tests.deploy.kustomize import render
-from tests.deploy.procedure import commands_of
+from tests.deploy.procedure import commands_of, copy_state_out, restore_state
 from trainer_client import ShardDataset, Tls
 
 FIRST_STEPS = "From an empty namespace to the first shard"
+KILLED_COORDINATOR = """
+import os, pathlib, signal, sys
+from dataservice.core.job import JobRecord
+from dataservice.state.sqlite import SqliteStateStore
+folder, job = sys.argv[1:]
+SqliteStateStore(pathlib.Path(folder)).put_job(
+    JobRecord(name=job, spec_json="{}", index_fingerprint="of its index")
+)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 TRAINERS = {"torchrun-job": "trainer", "pytorchjob": "pytorch"}
 
 
@@ -151,3 +163,24 @@ def test_the_first_steps_make_a_file_with_the_teams_token_alone(tmp_path):
     (tmp_path / "tokens.yaml").write_text(yaml.safe_dump(entries))
     token = (tmp_path / "token").read_text().strip()
     assert TokensFile(tmp_path / "tokens.yaml")(token).team == "vision"
+
+
+def registered(state):
+    with closing(sqlite3.connect(state)) as connection:
+        return [name for (name,) in connection.execute("SELECT name FROM jobs ORDER BY name")]
+
+
+def test_restoring_keeps_the_whole_state_of_a_killed_coordinator_for_its_owner_alone(tmp_path):
+    command = [sys.executable, "-c", KILLED_COORDINATOR, str(tmp_path)]
+    subprocess.run([*command, "before"], cwd=DEPLOY.parent)
+    copying = next(words for words in commands_of("Upgrade") if "python" in words)
+    copy_state_out(copying, tmp_path)
+    for upgrade in ("first", "second"):  # what was kept the time before is no part of it
+        subprocess.run([*command, upgrade], cwd=DEPLOY.parent)
+        assert (tmp_path / "state.db-wal").stat().st_size > 0
+        restore_state(tmp_path)
+        assert not (tmp_path / "state.db-wal").exists()
+        for name in ("before-upgrade.db", "state.db", "state.too-new.db"):
+            assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
+        assert registered(tmp_path / "state.too-new.db") == ["before", upgrade]
+        assert registered(tmp_path / "state.db") == ["before"]
