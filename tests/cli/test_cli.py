@@ -370,6 +370,7 @@ def test_whoever_submits_is_told_what_the_models_own_processor_does_otherwise(ta
     assert "max_pixels: 50176" in note
     (status,) = json.loads(talking.ok("job", "submit", path, "--json").out)
     assert status["notes"] == [note]
+    talking.ok("job", "delete", "noted")
 
 
 def test_every_answer_is_also_json(talking, home):
@@ -390,6 +391,8 @@ def test_every_answer_is_also_json(talking, home):
     ]
     (status,) = json.loads(talking.ok("job", "drain", "job", "--json").out)
     assert status["state"] == "draining"
+    (status,) = json.loads(talking.ok("job", "submit", path, "--json").out)
+    assert (status["state"], status["notes"][0][:20]) == ("active", "the job was draining")
     talking.ok("job", "delete", "job")
     assert json.loads(talking.ok("job", "list", "--json").out) == []
 
