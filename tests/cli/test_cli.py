@@ -397,6 +397,17 @@ def test_every_answer_is_also_json(talking, home):
     assert json.loads(talking.ok("job", "list", "--json").out) == []
 
 
+def test_watching_writes_each_view_into_a_file_as_it_comes(talking, tmp_path):
+    command = [sys.executable, "-m", "dataservice.cli.main", "status", "--watch", "--every", "0.2"]
+    with (tmp_path / "views").open("wb") as views:
+        watching = subprocess.Popen([*command, "--service", talking.service], stdout=views)
+    try:
+        wait_for(lambda: (tmp_path / "views").read_text().count("2 of 2 workers") >= 3)
+    finally:
+        watching.kill()
+        watching.wait()
+
+
 def test_what_does_not_exist_is_named_with_the_next_step(talking, home):
     talking.ok("job", "submit", write_job(home, job="known"))
     for words in (("job", "show"), ("job", "drain"), ("job", "delete"), ("status",)):
