@@ -156,9 +156,10 @@ async def start_service(
     log.info("%d files and sockets may be open here; each rank takes one", descriptors)
     ending = Ending()
     async with contextlib.AsyncExitStack() as started:
-        access = make_access_control(config, started)
-        # Of two services over one state, the second takes no worker of the first.
+        # Of two services over one state, the second takes no worker of the first. It makes the
+        # folder, where the audit log may lie too.
         held = started.enter_context(hold(Path(config.state_dir)))
+        access = make_access_control(config, started)
         require_free(config.listen)  # before what takes minutes at a first start
         secret = shared_secret(config)
         nursery = NurseryProcess()  # for the workers of this process and what opens jobs

@@ -255,6 +255,18 @@ def test_a_port_in_use_is_named(cli, tmp_path):
     assert "starting" not in said  # it is told before workers start and the planner is compiled
 
 
+def test_an_audit_log_may_lie_in_the_folder_that_a_first_start_makes(cli, tmp_path):
+    audit_log = tmp_path / "state" / "audit.jsonl"
+    config = written(tmp_path / "config.yaml", {"audit_log": str(audit_log)})
+    with socket.socket() as taken:  # by which the start ends early
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = serve(cli, tmp_path / "state", "--listen", listen, "--config", config)
+    says(said, f"cannot listen on {listen}")
+    assert audit_log.exists()
+
+
 def test_a_state_directory_that_another_service_holds_is_refused(cli, service):
     said = serve(cli, service.home / "state")
     says(
