@@ -160,7 +160,9 @@ async def start_service(
         # folder, where the audit log may lie too.
         held = started.enter_context(hold(Path(config.state_dir)))
         access = make_access_control(config, started)
-        require_free(config.listen)  # before what takes minutes at a first start
+        for listen in (config.listen, config.health_listen, config.metrics_listen):
+            if listen is not None:
+                require_free(listen)  # before what takes minutes at a first start
         secret = shared_secret(config)
         nursery = NurseryProcess()  # for the workers of this process and what opens jobs
         pool = make_pool(config, secret, serve_worker, nursery)

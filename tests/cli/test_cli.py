@@ -245,12 +245,16 @@ def serve(cli: CommandLine, state: Path, *arguments: str | Path) -> str:
     return cli.refused("serve", "--pool", "local", "--state-dir", state, *listen, *arguments)
 
 
-def test_a_port_in_use_is_named(cli, tmp_path):
+@pytest.mark.parametrize("key", ["listen", "health_listen", "metrics_listen"])
+def test_a_port_in_use_is_named(cli, tmp_path, key):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        said = serve(cli, tmp_path / "state", "--listen", address)
+        config = written(tmp_path / "config.yaml", {"listen": "127.0.0.1:0", key: address})
+        said = cli.refused(
+            *("serve", "--pool", "local", "--state-dir", tmp_path / "state", "--config", config)
+        )
     says(said, f"cannot listen on {address}", "Stop what uses the port, or choose another")
     assert "starting" not in said  # it is told before workers start and the planner is compiled
 
