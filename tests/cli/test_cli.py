@@ -229,6 +229,10 @@ def test_a_wrong_service_config_is_refused_before_anything_starts(cli, tmp_path)
         ({"health_listen": "::1:50052"}, ["health_listen: ", "Write [::1]:50052"]),
         ({"workers": 2, "min_workers": 3}, ["min_workers is 3, and there are 2 workers"]),
         (
+            {"workers": 3, "worker_metrics_ports": "20200-20201"},
+            ["20200-20201 has 2 ports, and this machine has 3 workers", "a range of 6 ports"],
+        ),
+        (
             {"pool": "local", "ray_runtime_env": {"py_modules": ["code"]}},
             ["there is a ray_runtime_env, and the pool is local", "set PYTHONPATH"],
         ),
