@@ -417,6 +417,14 @@ def test_every_answer_is_also_json(talking, home):
     assert json.loads(talking.ok("job", "list", "--json").out) == []
 
 
+def test_indexing_into_a_file_draws_no_bars(cli, tmp_path):
+    made = make_corpus(tmp_path)
+    for words in (("--dry-run",), ()):
+        done = cli.ok("index", write_job(made), "--processes", "1", *words)
+        assert done.err == ""
+        assert "images" in done.out
+
+
 def test_watching_writes_each_view_into_a_file_as_it_comes(talking, tmp_path):
     command = [sys.executable, "-m", "dataservice.cli.main", "status", "--watch", "--every", "0.2"]
     with (tmp_path / "views").open("wb") as views:
