@@ -46,6 +46,21 @@ def not_a_class():
 """
 
 
+# A process that gets ^C while it loads the command's modules.
+INTERRUPTED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class WhileLoading:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "dataservice.cli.show":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, WhileLoading)
+"""
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, cli: CommandLine) -> Path:
     """A corpus with its index."""
@@ -423,6 +438,17 @@ def test_indexing_into_a_file_draws_no_bars(cli, tmp_path):
         done = cli.ok("index", write_job(made), "--processes", "1", *words)
         assert done.err == ""
         assert "images" in done.out
+
+
+def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_traceback(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "dataservice.cli.main", "index", "job.yaml"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_watching_writes_each_view_into_a_file_as_it_comes(talking, tmp_path):
