@@ -156,10 +156,13 @@ async def start_service(
     log.info("%d files and sockets may be open here; each rank takes one", descriptors)
     ending = Ending()
     async with contextlib.AsyncExitStack() as started:
-        access = make_access_control(config, started)
-        # Of two services over one state, the second takes no worker of the first.
+        # Of two services over one state, the second takes no worker of the first. It makes the
+        # folder, where the audit log may lie too.
         held = started.enter_context(hold(Path(config.state_dir)))
-        require_free(config.listen)  # before what takes minutes at a first start
+        access = make_access_control(config, started)
+        for listen in (config.listen, config.health_listen, config.metrics_listen):
+            if listen is not None:
+                require_free(listen)  # before what takes minutes at a first start
         secret = shared_secret(config)
         nursery = NurseryProcess()  # for the workers of this process and what opens jobs
         pool = make_pool(config, secret, serve_worker, nursery)

@@ -418,7 +418,7 @@ def submit(
     of one.
 
     Changes apply to attempts that begin from now on. The samples and their order stay. Submitting
-    the same file again changes nothing.
+    the same file again changes nothing, except that a drained job takes new attempts again.
 
     Example: `dataservice job submit job.yaml`
     """
@@ -470,7 +470,10 @@ def show_job(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -
 @jobs.command()
 @connected
 def drain(client: CoordinatorClient, job: JobName, as_json: AsJson = False) -> None:
-    """Refuse new attempts; let the running one finish. Example: `dataservice job drain vlm-sft`"""
+    """Refuse new attempts until the job is submitted again; let the running one finish.
+
+    Example: `dataservice job drain vlm-sft`
+    """
     _print_jobs([client.drain(job)], as_json)
 
 

@@ -40,7 +40,7 @@ def index_progress(console: Console) -> Iterator["Tell"]:
         TimeRemainingColumn(),
     )
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console) as bars:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
 
         def tell(source: str, rows: int, done_bytes: int, total_bytes: int) -> None:
             if source not in tasks:
@@ -63,7 +63,7 @@ def measuring_progress(console: Console, doing: str = "measuring") -> Iterator["
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console) as bars:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task("starting", total=None)
 
         def tell(done: int, total: int, last: str) -> None:

@@ -16,7 +16,7 @@ from dataservice.cli.progress import steps_progress
 from dataservice.cli.terminal import Terminal
 from dataservice.core.errors import SpecError
 from dataservice.core.job import LAST_STEP, QuarantineEntry
-from dataservice.engine.api import ReplayedStep
+from dataservice.engine.api import JobStatus, ReplayedStep
 from dataservice.serving.coordinator_client import CoordinatorClient
 
 DIFFERS = 3
@@ -119,6 +119,8 @@ def quarantine(
     if out is not None and out.suffix not in (".jsonl", ".csv"):
         raise SpecError(f"--out is {out}; it must end in .jsonl or .csv.")
     entries = [e for e in client.quarantine(job) if source is None or e.source == source]
+    if source is not None and not entries:
+        _require_source(client.job(job), source)
     if out is not None:
         _export(entries, out)
     if as_json:
@@ -127,6 +129,16 @@ def quarantine(
     console.print(show.quarantine_table(entries))
     if out is not None:
         console.print(f"wrote {len(entries)} entries to {out}", highlight=False)
+
+
+def _require_source(job: JobStatus, source: str) -> None:
+    """Raises SpecError where the job has no such source; they are known once the job is open."""
+    known = [each.source for each in job.mixture.sources] if job.mixture is not None else [source]
+    if source not in known:
+        raise SpecError(
+            f"job {job.record.name!r} has no source {source!r}; its sources are "
+            f"{', '.join(known)}. Name one of them, or leave out --source for all."
+        )
 
 
 def _range(text: str) -> tuple[int, int]:

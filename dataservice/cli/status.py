@@ -109,6 +109,10 @@ def _watch(client: CoordinatorClient, job: str, every_s: float, *, as_json: bool
                 if isinstance(seen, ServiceHealth):
                     print(health_json(seen, indent=None), flush=True)
             return
+        if not console.is_terminal:  # there a live view would appear once, when it ends
+            for seen in looks_at(client, job, every_s):
+                console.print(_view(seen, job), "", highlight=False)
+            return
         with Live(console=console, auto_refresh=False) as live:
             for seen in looks_at(client, job, every_s):
                 live.update(_view(seen, job), refresh=True)

@@ -26,7 +26,8 @@ class JobLimits:
     """Sources of one job."""
     max_samples: int = 200_000_000
     """Samples of one epoch: rows of the job's indexes, each counted as often as its source's
-    weight shows it, and at least once. The coordinator keeps some 30 bytes of each."""
+    weight shows it, and at least once. Each takes some 2 bytes of the coordinator's memory,
+    beside pages of the index that the system takes back when it wants memory."""
     max_epochs: int = 1_000_000
     """Passes over the mixture."""
     max_step_epochs: int = 1000

@@ -208,8 +208,9 @@ class CoordinatorApi(Protocol):
     ) -> JobStatus:
         """Validate and register a job of a team, and its validation; the same file again changes
         nothing. Another file over the same samples in the same order is its next version, for
-        attempts that are yet to begin. Raises ConflictError where the samples are others,
-        QuotaError where the team has `max_jobs` already."""
+        attempts that are yet to begin. Either lets a draining job take new attempts again. Raises
+        ConflictError where the samples are others, QuotaError where the team has `max_jobs`
+        already."""
         ...
 
     async def jobs(self) -> list[JobStatus]:
@@ -225,7 +226,8 @@ class CoordinatorApi(Protocol):
         ...
 
     async def drain(self, name: str) -> JobStatus:
-        """Refuse new attempts of the job; the running one may finish."""
+        """Refuse new attempts of the job until it is submitted again; the running one may
+        finish."""
         ...
 
     async def delete(self, name: str) -> None:

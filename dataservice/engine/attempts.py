@@ -66,8 +66,8 @@ class Attempts:
             raise was_deleted(job.record.name)
         if job.record.state == "draining":
             raise ConflictError(
-                f"job {job.record.name!r} is draining and takes no new attempt. Submit it under "
-                "another name to train again."
+                f"job {job.record.name!r} is draining and takes no new attempt. Submit its "
+                "job file again with `dataservice job submit JOB.yaml`, and it does."
             )
         running = job.attempt
         if running is not None and not running.over:

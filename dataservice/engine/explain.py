@@ -100,11 +100,15 @@ class Explainer:
         decoded again if there is a `redecoder`. Raises NotFoundError where none was planned."""
         with self._admitted(job):
             planned = await in_store(self._store.last_planned_step, job)
+            if planned < 0:
+                raise NotFoundError(
+                    f"no step of job {job!r} has been planned. Start its trainers first."
+                )
             last = min(last_step, planned)
             if last < first_step:
                 raise NotFoundError(
                     f"no step from {first_step} to {last_step} of job {job!r} has been planned; "
-                    f"the last planned is {last}. Name a range up to there."
+                    f"the last planned is {planned}. Name a range up to there."
                 )
             for step in range(first_step, last + 1):
                 yield await self._replayed(setups, job, step, attempt, redecoder)

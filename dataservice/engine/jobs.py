@@ -252,18 +252,23 @@ class JobTable:
     ) -> JobStatus:
         """Register a team's job, and its validation where the file has one. The same file again
         changes nothing, but its index is checked again; another file over the same samples in the
-        same order is the job's next version, for attempts that are yet to begin. Raises
-        ConflictError where the samples are others, QuotaError where the team has `max_jobs`
-        already."""
+        same order is the job's next version, for attempts that are yet to begin. One that was
+        draining takes new attempts again, as a note says. Raises ConflictError where the samples
+        are others, QuotaError where the team has `max_jobs` already."""
         records = await self._openings.run(team, self._read_job, spec_yaml, base_directory, team)
 
         @to_its_end
-        async def register() -> None:
+        async def register() -> list[JobRecord]:
             async with self._registering[team]:  # two at a time would pass one quota
-                await self._registration.submit(records, max_jobs)
+                return await self._registration.submit(records, max_jobs)
 
-        await register()
-        return await self.status(records[0].name)
+        again = tuple(
+            f"{'its validation' if validated_by(record.name) else 'the job'} was draining, and "
+            "takes new attempts again"
+            for record in await register()
+        )
+        status = await self.status(records[0].name)
+        return replace(status, notes=(*again, *status.notes))
 
     async def statuses(self) -> list[JobStatus]:
         """All jobs by name, without their mixtures and versions, of which some are long."""
@@ -319,7 +324,7 @@ class JobTable:
 
     @to_its_end
     async def drain(self, name: str) -> JobStatus:
-        """Refuse new attempts; the one that runs may finish."""
+        """Refuse new attempts until the job is submitted again; the one that runs may finish."""
         job = self.get(name)
         async with job.change():
             record = replace(job.record, state="draining")
@@ -342,9 +347,12 @@ class JobTable:
     async def _deleted(self, jobs: Sequence[RunningJob]) -> None:
         for job in jobs:
             if clients := job.clients:
+                way = f"drain it first with `dataservice job drain {job.record.name}`"
+                if job.record.state == "draining":
+                    way = "delete it once they have finished: it is draining, so no others begin"
                 raise ConflictError(
                     f"job {job.record.name!r} is in use by {', '.join(clients[:8])}. Stop its "
-                    f"trainers, or drain it first with `dataservice job drain {job.record.name}`."
+                    f"trainers, or {way}."
                 )
         for job in jobs:
             if job.loop is not None:

@@ -57,10 +57,11 @@ class Registration:
     planners: FairThreads
     read_cost: ReadCost
 
-    async def submit(self, records: Sequence[JobRecord], max_jobs: int | None) -> None:
-        """Register these records of one team, all of them or none. Raises ConflictError where a
-        job's samples are others than before, QuotaError where there would be more than `max_jobs`,
-        and the error of a job that cannot be opened."""
+    async def submit(self, records: Sequence[JobRecord], max_jobs: int | None) -> list[JobRecord]:
+        """Register these records of one team, all of them or none. Returns those of jobs that were
+        draining and take new attempts again. Raises ConflictError where a job's samples are others
+        than before, QuotaError where there would be more than `max_jobs`, and the error of a job
+        that cannot be opened."""
         self._require_quota(records, max_jobs)
         async with AsyncExitStack() as held:
             made = []
@@ -77,10 +78,14 @@ class Registration:
                     *(change.setup.record for change in changes),
                     forget=[change.setup.record.name for change in changes if change.anew],
                 )
+            drained = [change.setup.record for change in changes if _drained(change.known)]
             for change in changes:
                 self._take(change)
+        for record in drained:
+            log.info("takes new attempts again", extra={"job": record.name})
         for change in changes:
             await self._note_version(change)
+        return drained
 
     def _require_quota(self, records: Sequence[JobRecord], max_jobs: int | None) -> None:
         """Raises QuotaError where the new ones among these are more than the team may have."""
@@ -102,9 +107,15 @@ class Registration:
         if known is None:
             return Change(setup=await self.openings.run(team, self.open_job, record))
         if known.record.spec_json == record.spec_json:
+            drained = _drained(known)
+            if drained:
+                await held.enter_async_context(known.changing)
             setup = await self.setup(known)
             await self.openings.run(team, setup.require_current)
-            return None
+            if not drained:
+                return None
+            active = replace(known.record, state="active")
+            return Change(setup=replace(setup, record=active), known=known)
         await held.enter_async_context(known.changing)
         return await self._next_version(known, record, held)
 
@@ -117,6 +128,7 @@ class Registration:
         record = replace(
             known.record,
             spec_json=submitted.spec_json,
+            state="active",
             spec_version=known.record.spec_version + 1,
         )
         if known.record.spec_version >= MOST_VERSIONS:
@@ -212,13 +224,17 @@ class Registration:
             )
 
     async def _note_version(self, change: Change) -> None:
-        if change.known is None or change.anew:
+        if change.known is None or change.anew or not change.changes:
             return
         # The last attempt may not have been restored for want of data.
         await self.setup(change.known)
         record = change.setup.record
         words = in_words(change.changes)
         log.info("version %d: %s", record.spec_version, words, extra={"job": record.name})
+
+
+def _drained(known: RunningJob | None) -> bool:
+    return known is not None and known.record.state == "draining"
 
 
 @contextmanager

@@ -228,6 +228,21 @@ class ServiceConfig(Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_a_port_for_each_workers_metrics(self) -> "ServiceConfig":
+        # Known only where all workers are of this machine.
+        if self.worker_metrics_ports is None or self.ray_address is not None:
+            return self
+        first, last = map(int, self.worker_metrics_ports.split("-"))
+        if (ports := last - first + 1) < self.workers:
+            raise ValueError(
+                f"worker_metrics_ports {self.worker_metrics_ports} has {ports} port"
+                f"{'s' if ports > 1 else ''}, and this machine has {self.workers} workers, of "
+                "which each needs one, and a second while it is replaced. Give a range of "
+                f"{2 * self.workers} ports, or fewer workers"
+            )
+        return self
+
     @property
     def roots(self) -> list[str] | None:
         """Folders and URL prefixes under which jobs may name files; None where any may be named."""

@@ -87,9 +87,11 @@ class AuditLog:
         try:
             self._file = self._opened()
         except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
             raise SpecError(
-                f"the audit log {path} cannot be written: {error.strerror}. Make its folder, or "
-                "choose another with audit_log."
+                f"the audit log {path} cannot be written: {error.strerror}. "
+                f"{'Make its folder' if missing else 'Make it writable for this user'}, or choose "
+                "another with audit_log."
             ) from error
 
     def change(self, event: Event) -> None:

@@ -25,10 +25,12 @@ TEAM = "{team}"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roots:
     """Local folders and URL prefixes; every file under one of them may be read. Folders are
-    resolved on the host that uses them, since their links may differ between hosts."""
+    resolved on the host that uses them, since their links may differ between hosts. `of_teams` are
+    roots as the operator wrote them, which a job without a team may not read."""
 
     folders: tuple[str, ...]
     urls: tuple[str, ...]
+    of_teams: tuple[str, ...] = ()
 
     @staticmethod
     def of(allowed: Sequence[str], team: str) -> "Roots":
@@ -39,6 +41,7 @@ class Roots:
         return Roots(
             folders=tuple(os.path.abspath(root) for root in local),
             urls=tuple(root.rstrip("/") for root in mine if not _is_local(root)),
+            of_teams=tuple(root for root in allowed if not team and TEAM in root),
         )
 
     def require(self, place: str, what: str, asked: str = "allowed_roots") -> None:
@@ -51,6 +54,14 @@ class Roots:
             raise SpecError(f"{what} is {shown!r}: {error}. Correct it.") from error
         if not all(self.hold(each) for each in single):
             roots = ", ".join((*self.folders, *self.urls)) or "nothing"
+            if self.of_teams:
+                raise SpecError(
+                    f"{what} is {shown!r}, which this service does not read for a job without a "
+                    f"team. It reads under {', '.join(self.of_teams)} for the jobs of that team "
+                    f"only, and under {roots} for all. A job has no team where it is submitted by "
+                    "an admin's token without one: submit it with the team's own token, or with "
+                    "one that `dataservice token new --role admin --team TEAM` makes."
+                )
             raise SpecError(
                 f"{what} is {shown!r}, which this service does not read. It reads under {roots}. "
                 "Move the files there, or ask the operator to add their place to "

@@ -46,6 +46,21 @@ def not_a_class():
 """
 
 
+# A process that gets ^C while it loads the command's modules.
+INTERRUPTED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class WhileLoading:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "dataservice.cli.show":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, WhileLoading)
+"""
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, cli: CommandLine) -> Path:
     """A corpus with its index."""
@@ -229,6 +244,10 @@ def test_a_wrong_service_config_is_refused_before_anything_starts(cli, tmp_path)
         ({"health_listen": "::1:50052"}, ["health_listen: ", "Write [::1]:50052"]),
         ({"workers": 2, "min_workers": 3}, ["min_workers is 3, and there are 2 workers"]),
         (
+            {"workers": 3, "worker_metrics_ports": "20200-20201"},
+            ["20200-20201 has 2 ports, and this machine has 3 workers", "a range of 6 ports"],
+        ),
+        (
             {"pool": "local", "ray_runtime_env": {"py_modules": ["code"]}},
             ["there is a ray_runtime_env, and the pool is local", "set PYTHONPATH"],
         ),
@@ -245,14 +264,30 @@ def serve(cli: CommandLine, state: Path, *arguments: str | Path) -> str:
     return cli.refused("serve", "--pool", "local", "--state-dir", state, *listen, *arguments)
 
 
-def test_a_port_in_use_is_named(cli, tmp_path):
+@pytest.mark.parametrize("key", ["listen", "health_listen", "metrics_listen"])
+def test_a_port_in_use_is_named(cli, tmp_path, key):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        said = serve(cli, tmp_path / "state", "--listen", address)
+        config = written(tmp_path / "config.yaml", {"listen": "127.0.0.1:0", key: address})
+        said = cli.refused(
+            *("serve", "--pool", "local", "--state-dir", tmp_path / "state", "--config", config)
+        )
     says(said, f"cannot listen on {address}", "Stop what uses the port, or choose another")
     assert "starting" not in said  # it is told before workers start and the planner is compiled
+
+
+def test_an_audit_log_may_lie_in_the_folder_that_a_first_start_makes(cli, tmp_path):
+    audit_log = tmp_path / "state" / "audit.jsonl"
+    config = written(tmp_path / "config.yaml", {"audit_log": str(audit_log)})
+    with socket.socket() as taken:  # by which the start ends early
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = serve(cli, tmp_path / "state", "--listen", listen, "--config", config)
+    says(said, f"cannot listen on {listen}")
+    assert audit_log.exists()
 
 
 def test_a_state_directory_that_another_service_holds_is_refused(cli, service):
@@ -370,6 +405,7 @@ def test_whoever_submits_is_told_what_the_models_own_processor_does_otherwise(ta
     assert "max_pixels: 50176" in note
     (status,) = json.loads(talking.ok("job", "submit", path, "--json").out)
     assert status["notes"] == [note]
+    talking.ok("job", "delete", "noted")
 
 
 def test_every_answer_is_also_json(talking, home):
@@ -390,8 +426,40 @@ def test_every_answer_is_also_json(talking, home):
     ]
     (status,) = json.loads(talking.ok("job", "drain", "job", "--json").out)
     assert status["state"] == "draining"
+    (status,) = json.loads(talking.ok("job", "submit", path, "--json").out)
+    assert (status["state"], status["notes"][0][:20]) == ("active", "the job was draining")
     talking.ok("job", "delete", "job")
     assert json.loads(talking.ok("job", "list", "--json").out) == []
+
+
+def test_indexing_into_a_file_draws_no_bars(cli, tmp_path):
+    made = make_corpus(tmp_path)
+    for words in (("--dry-run",), ()):
+        done = cli.ok("index", write_job(made), "--processes", "1", *words)
+        assert done.err == ""
+        assert "images" in done.out
+
+
+def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_traceback(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "dataservice.cli.main", "index", "job.yaml"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_watching_writes_each_view_into_a_file_as_it_comes(talking, tmp_path):
+    command = [sys.executable, "-m", "dataservice.cli.main", "status", "--watch", "--every", "0.2"]
+    with (tmp_path / "views").open("wb") as views:
+        watching = subprocess.Popen([*command, "--service", talking.service], stdout=views)
+    try:
+        wait_for(lambda: (tmp_path / "views").read_text().count("2 of 2 workers") >= 3)
+    finally:
+        watching.kill()
+        watching.wait()
 
 
 def test_what_does_not_exist_is_named_with_the_next_step(talking, home):

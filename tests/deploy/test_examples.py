@@ -1,15 +1,36 @@
 import ast
 import inspect
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
 
 import pytest
+import yaml
 
+from dataservice.operate.tokens_file import TokensFile
+from dataservice.sources.roots import Roots
 from tests.deploy import references
 from tests.deploy.agreement import parse
 from tests.deploy.cluster import DEPLOY, Cluster, mounted_at, selects
 from tests.deploy.conftest import EXAMPLES
 from tests.deploy.kustomize import render
+from tests.deploy.procedure import commands_of, copy_state_out, restore_state
 from trainer_client import ShardDataset, Tls
 
+FIRST_STEPS = "From an empty namespace to the first shard"
+KILLED_COORDINATOR = """
+import os, pathlib, signal, sys
+from dataservice.core.job import JobRecord
+from dataservice.state.sqlite import SqliteStateStore
+folder, job = sys.argv[1:]
+SqliteStateStore(pathlib.Path(folder)).put_job(
+    JobRecord(name=job, spec_json="{}", index_fingerprint="of its index")
+)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 TRAINERS = {"torchrun-job": "trainer", "pytorchjob": "pytorch"}
 
 
@@ -114,3 +135,52 @@ def test_examples_ask_for_nothing_that_nobody_makes(name, production):
 def test_the_index_job_runs_a_command_that_there_is():
     (pod,) = Cluster(render(EXAMPLES["index-job"])).pods.values()
     assert parse(pod.container("index")["command"]) is None
+
+
+def test_a_team_of_the_first_steps_may_read_where_they_put_its_data(production):
+    made = " ".join(word for words in commands_of(FIRST_STEPS) for word in words)
+    (team,) = re.findall(r"token new --team (\S+)", made)
+    (pod,) = Cluster(render(EXAMPLES["index-job"])).pods.values()
+    (job_file,) = [each for each in pod.container("index")["command"] if each.endswith(".yaml")]
+    told = re.findall(r"`(/data/\S+?)(?:/…)?`", (DEPLOY / "README.md").read_text())
+    roots = Roots.of(production.config.roots, team)
+    for path in (job_file, *told):
+        roots.require(path, "a path of the example")
+
+
+def test_the_first_steps_make_a_file_with_the_teams_token_alone(tmp_path):
+    lines = [" ".join(words) for words in commands_of(FIRST_STEPS)]
+    made = [line for line in lines if re.search("token new|vision.txt", line)]
+    script = f"dataservice() {{ '{sys.executable}' -m dataservice.cli.main \"$@\"; }}\n"
+    subprocess.run(
+        ["sh", "-ec", script + "\n".join(made)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(DEPLOY.parent)},
+        check=True,
+    )
+    printed = [(tmp_path / name).read_text() for name in ("operator.txt", "vision.txt")]
+    entries = [entry for each in printed for entry in yaml.safe_load(each.partition("\n")[2])]
+    (tmp_path / "tokens.yaml").write_text(yaml.safe_dump(entries))
+    token = (tmp_path / "token").read_text().strip()
+    assert TokensFile(tmp_path / "tokens.yaml")(token).team == "vision"
+
+
+def registered(state):
+    with closing(sqlite3.connect(state)) as connection:
+        return [name for (name,) in connection.execute("SELECT name FROM jobs ORDER BY name")]
+
+
+def test_restoring_keeps_the_whole_state_of_a_killed_coordinator_for_its_owner_alone(tmp_path):
+    command = [sys.executable, "-c", KILLED_COORDINATOR, str(tmp_path)]
+    subprocess.run([*command, "before"], cwd=DEPLOY.parent)
+    copying = next(words for words in commands_of("Upgrade") if "python" in words)
+    copy_state_out(copying, tmp_path)
+    for upgrade in ("first", "second"):  # what was kept the time before is no part of it
+        subprocess.run([*command, upgrade], cwd=DEPLOY.parent)
+        assert (tmp_path / "state.db-wal").stat().st_size > 0
+        restore_state(tmp_path)
+        assert not (tmp_path / "state.db-wal").exists()
+        for name in ("before-upgrade.db", "state.db", "state.too-new.db"):
+            assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
+        assert registered(tmp_path / "state.too-new.db") == ["before", upgrade]
+        assert registered(tmp_path / "state.db") == ["before"]

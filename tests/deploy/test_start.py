@@ -161,7 +161,7 @@ def make_secrets(home: Path) -> str:
 
 def make_job(home: Path) -> Path:
     """A small job of text under /data, indexed."""
-    data = home / "data" / "vlm-sft"
+    data = home / "data" / "vision" / "vlm-sft"
     data.mkdir(parents=True)
     lines = [{"id": f"t{k}", "text": "the quick brown fox jumps " * (k + 1)} for k in range(12)]
     (data / "text.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))

@@ -11,8 +11,6 @@ import shlex
 import shutil
 import socket
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -20,14 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dataservice.core.errors import StateError
 from dataservice.state.sqlite import SqliteStateStore
 from soak.cluster import Cluster, cluster
 from soak.service import ROOT
-from tests.deploy.cluster import DEPLOY
-from tests.deploy.procedure import commands_of
+from tests.deploy.procedure import commands_of, copy_state_out, restore_state
 from tests.service.conftest import corpus
 from tests.service.support import (
     Ranks,
@@ -52,7 +48,6 @@ schema.MIGRATIONS = (*schema.MIGRATIONS, "CREATE TABLE news (told TEXT NOT NULL)
 """
 WORKERS = 2
 EPOCHS = 3  # enough to last through an upgrade
-STATE_MOUNT = "/var/lib/dataservice"
 
 
 @dataclass
@@ -108,16 +103,12 @@ class Operator:
             self.renew_coordinator()
 
     def _in_the_pod(self, words: list[str]) -> None:
-        code = words[-1].replace(STATE_MOUNT, str(self.service.state_dir))
-        subprocess.run([sys.executable, "-c", code], check=True)
+        copy_state_out(words, self.service.state_dir)
         self.done.append("state copied")
 
     def _restore(self, _: list[str]) -> None:
-        job = yaml.safe_load((DEPLOY / "examples" / "restore-state" / "job.yaml").read_text())
-        shell, flags, script = job["spec"]["template"]["spec"]["containers"][0]["command"]
-        script = script.replace(STATE_MOUNT, str(self.service.state_dir))
         self._is_gone()
-        subprocess.run([shell, flags, script], check=True)
+        restore_state(self.service.state_dir)
         self.done.append("state restored")
 
     def renew_nodes(self) -> None:

@@ -316,6 +316,8 @@ async def test_jobs_are_registered_once_listed_drained_and_deleted(store, books)
     with pytest.raises(ConflictError, match="in use by host:0, host:1"):
         await coordinator.delete("job")
     assert (await coordinator.drain("job")).record.state == "draining"
+    with pytest.raises(ConflictError, match="Stop its trainers, or delete it once they have"):
+        await coordinator.delete("job")
     for opened in sessions:
         coordinator.close_session(opened.session)
     with pytest.raises(ConflictError, match="draining"):

@@ -195,6 +195,16 @@ async def test_draining_a_job_lets_its_attempt_validate_to_its_end():
     await coordinator.stop()
 
 
+async def test_a_drained_validation_that_is_submitted_again_may_be_passed_over(store):
+    coordinator = service(store)
+    await coordinator.submit(file(), "")
+    await coordinator.drain("job:validation")
+    submitted = await coordinator.submit(file(), "")
+    assert submitted.notes == ("its validation was draining, and takes new attempts again",)
+    await passed_over(coordinator)
+    await coordinator.stop()
+
+
 async def test_a_restart_knows_both(store):
     coordinator = service(store)
     await coordinator.submit(file(), "")

@@ -284,6 +284,8 @@ async def test_a_skipped_step_is_explained_by_its_record_with_the_samples_passed
 async def test_a_range_is_replayed_with_its_gap_as_far_as_the_ledger_goes(store):
     coordinator = make_coordinator(store, Books(), make_setup())
     await coordinator.submit("job", "")
+    with pytest.raises(NotFoundError, match=r"no step of job 'job' has been planned\. Start its"):
+        await anext(coordinator.replay("job", 0, 5, None))
     await coordinator.skip("job", [(4, 6)], "skip")
     await train_on(coordinator, await open_all(coordinator), 0)
     steps = [step async for step in coordinator.replay("job", 2, 10_000, None)]
@@ -292,6 +294,8 @@ async def test_a_range_is_replayed_with_its_gap_as_far_as_the_ledger_goes(store)
     assert all(step.plan_digest == step.ledger_digest for step in steps)
     with pytest.raises(NotFoundError, match="the last planned is 12"):
         await anext(coordinator.replay("job", 13, 20, None))
+    with pytest.raises(SpecError, match="9-4 is no range of steps"):
+        await anext(coordinator.replay("job", 9, 4, None))
     await coordinator.stop()
 
 

@@ -282,11 +282,19 @@ async def test_a_version_that_cannot_be_opened_changes_nothing(store):
     await coordinator.stop()
 
 
-async def test_draining_outlives_a_new_version(store):
+@pytest.mark.parametrize(("again", "version"), [(job_file(), 1), (job_file(epochs=2), 2)])
+async def test_a_drained_job_that_is_submitted_again_takes_new_attempts(store, again, version):
     coordinator = service(store)
     await coordinator.submit(job_file(), "")
     await coordinator.drain("job")
-    assert (await coordinator.submit(job_file(epochs=2), "")).record.state == "draining"
+    with pytest.raises(ConflictError, match=r"takes no new attempt\. Submit its job file again"):
+        await open_all(coordinator)
+    submitted = await coordinator.submit(again, "")
+    assert (submitted.record.state, submitted.record.spec_version) == ("active", version)
+    assert submitted.notes == ("the job was draining, and takes new attempts again",)
+    assert (await coordinator.submit(again, "")).notes == ()
+    assert [each.state for each in store.jobs()] == ["active"]
+    assert await open_all(coordinator)
     await coordinator.stop()
 
 

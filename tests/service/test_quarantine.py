@@ -62,6 +62,9 @@ def test_a_dead_source_is_named_to_every_rank_and_a_repair_loses_and_repeats_not
     table = cli.ok("job", "quarantine", "dead", "--source", "images").said
     assert "images" in table
     assert "clips" not in table
+    assert "quarantine" in cli.ok("job", "quarantine", "dead", "--source", "clips").said
+    misspelt = cli.refused("job", "quarantine", "dead", "--source", "image")
+    assert "job 'dead' has no source 'image'; its sources are images, clips, texts" in misspelt
 
     def alike() -> bool:
         entries = json.loads(cli.ok("job", "quarantine", "dead", "--json").out)

@@ -203,8 +203,10 @@ def test_a_log_that_cannot_be_written_costs_no_call(tmp_path, caplog):
     log.change(event("ok"))
     log.close()
     assert "misses a line: Is a directory" in caplog.text
-    with pytest.raises(SpecError, match=r"audit log .* cannot be written: Is a directory"):
+    with pytest.raises(SpecError, match=r"cannot be written: Is a directory\. Make it writable"):
         AuditLog(tmp_path / "folder.log")
+    with pytest.raises(SpecError, match=r"No such file or directory\. Make its folder, or choose"):
+        AuditLog(tmp_path / "no" / "folder.log")
 
 
 def test_a_log_that_is_made_is_its_owner_s_alone_and_one_that_is_there_its_group_s(tmp_path):

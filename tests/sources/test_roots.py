@@ -115,6 +115,12 @@ def test_a_password_in_a_url_is_not_told_where_refusals_are_logged(
 def test_a_root_of_teams_is_not_for_those_without_one(home: Path) -> None:
     roots = Roots.of([f"{home}/{{team}}", f"{home}/audio"], "")
     assert roots.folders == (f"{home}/audio",)
+    roots.require(f"{home}/audio/a.jsonl", "url")
+    with pytest.raises(SpecError) as refused:
+        roots.require(f"{home}/vision/a.jsonl", "url")
+    said = str(refused.value)
+    assert f"under {home}/{{team}} for the jobs of that team only, and under {home}/audio" in said
+    assert "`dataservice token new --role admin --team TEAM`" in said
 
 
 def test_files_are_judged_again_whenever_they_are_opened(home: Path, roots: Roots) -> None:
