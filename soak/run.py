@@ -232,6 +232,8 @@ class Play:
             trainings=[team.current for team in self.teams if team.current is not None],
             rng=rng,
         )
+        for commits in self._commits.values():
+            commits.look()
         at_s = time.monotonic()
         if not KINDS[kind].strike(target):
             return

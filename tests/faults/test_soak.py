@@ -1,10 +1,12 @@
 """The soak in short: two teams, random kills, and nothing lost, repeated or left behind."""
 
+import time
 from random import Random
 
 import pytest
 
 from soak.chaos import KINDS, draw
+from soak.recovery import Commits
 from soak.run import SoakOptions, soak
 from soak.team import Progress
 
@@ -40,3 +42,22 @@ def test_the_steps_of_a_job_count_whatever_step_the_job_before_it_ended_at():
     assert begun.steps_since(before) == 1
     assert later.steps_since(begun) == 5
     assert not begun.beyond(begun)
+
+
+def test_commits_from_before_a_fault_are_no_recovery_from_it():
+    class TeamAtStep:
+        step = 0
+
+        def progress(self):
+            return Progress(job="vision-001", attempt=1, step=self.step, start_step=0)
+
+    team = TeamAtStep()
+    commits = Commits(team=team)
+    commits.look()
+    team.step = 20  # no poll sees these; only the look before the fault does
+    commits.look()
+    fault_s = time.monotonic()
+    assert commits.recovery(fault_s) is None
+    team.step = 40
+    commits.look()
+    assert commits.recovery(fault_s) is not None
