@@ -10,7 +10,6 @@ fault of the service must not end a trainer.
 import itertools
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -57,6 +56,10 @@ class Training:
     killed; `failure` then says why.
     """
 
+    # One lock for all trainings: an exit code can be read but once, and starting a process looks
+    # whether those of any training have ended.
+    _changing = threading.RLock()
+
     def __init__(
         self,
         folder: Path,
@@ -84,7 +87,6 @@ class Training:
         self._asked: set[int] = set()
         self._stopping = False
         self._hold = ""
-        self._changing = threading.Lock()
         self._options = RankOptions(
             folder=folder,
             address=connection.address,
@@ -124,18 +126,20 @@ class Training:
     # ---- faults ------------------------------------------------------------------------
 
     @property
-    def pids(self) -> list[int]:
+    def pids(self) -> dict[int, int]:
         """Process ids of the living ranks, by rank."""
-        return [rank.pid for rank in self._ranks if rank.pid is not None and rank.is_alive()]
-
-    def kill_ranks(self, *ranks: int) -> None:
-        """Send SIGKILL to these ranks, or to all."""
         with self._changing:
-            pids = [rank.pid for rank in self._ranks if rank.pid is not None]
-            chosen = [pids[r] for r in ranks if r < len(pids)] if ranks else pids
-            self._asked.update(chosen)
-            for pid in chosen:
-                _signal(pid, signal.SIGKILL)
+            ranks = enumerate(self._ranks)
+            return {r: rank.pid for r, rank in ranks if rank.pid is not None and rank.is_alive()}
+
+    def kill_ranks(self, *ranks: int) -> bool:
+        """Send SIGKILL to those of these ranks, or of all, that live; False if none does."""
+        with self._changing:
+            chosen = {r: pid for r, pid in self.pids.items() if not ranks or r in ranks}
+            self._asked.update(chosen.values())
+            for rank in chosen:
+                self._ranks[rank].kill()
+        return bool(chosen)
 
     def hold(self, point: str, step: int) -> None:
         """Have all ranks wait at a point of a step: trained, committed or saving. Ranks that wait
@@ -231,7 +235,8 @@ class Training:
             for sentinel in wait(list(running), timeout=LOOK_S):
                 assert isinstance(sentinel, int)
                 rank = running.pop(sentinel)
-                rank.join()
+                with self._changing:
+                    rank.join()
                 if rank.exitcode != 0:
                     return
 
@@ -266,11 +271,3 @@ class Training:
     def _last_words(self, launch: Launch, rank: int) -> str:
         log = self.folder / f"launch-{launch.number:04d}-rank-{rank:02d}.log"
         return log.read_text()[-600:].strip() if log.exists() else ""
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    """Signal a process; it is no error if it has just ended by itself."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return

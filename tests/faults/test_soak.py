@@ -5,10 +5,12 @@ from random import Random
 
 import pytest
 
-from soak.chaos import KINDS, draw
+from soak.chaos import KINDS, Target, draw
 from soak.recovery import Commits
 from soak.run import SoakOptions, soak
 from soak.team import Progress
+from soak.training import Connection, Training
+from tests.waiting import wait_for
 
 KILLS = 6
 
@@ -61,3 +63,15 @@ def test_commits_from_before_a_fault_are_no_recovery_from_it():
     team.step = 40
     commits.look()
     assert commits.recovery(fault_s) is not None
+
+
+def test_a_strike_at_ranks_that_have_all_ended_is_no_kill(tmp_path):
+    nowhere = Connection(address="127.0.0.1:1")
+    training = Training(tmp_path, "job", nowhere, world_sizes=[2]).start()
+    target = Target(service=None, gate=None, cluster=None, trainings=[training], rng=Random(0))
+    wait_for(lambda: len(training.pids) == 2)
+    assert KINDS["rank"].strike(target)
+    training.stop()
+    for kind in ("rank", "all ranks", "rank paused"):
+        assert not KINDS[kind].strike(target)
+    assert not training.kill_ranks(0)
