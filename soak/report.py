@@ -38,8 +38,8 @@ has started a process and that has imported the service.
 to 2 s apart. Workers go on with what they hold."""
 LEAKS_NOTE = (
     "Medians while the coordinator is spared. The family is every process that came of the "
-    "service: workers, their decoders, Ray. After the service had stopped, none of its processes, "
-    "sockets and shared memory was left."
+    "service: workers, their decoders, Ray. After the service had stopped, no process or socket "
+    "of it was left."
 )
 
 

@@ -132,7 +132,7 @@ def soak(home: Path, options: SoakOptions, say: Say = print) -> SoakResult:
             result.broken += _stopped(service)
         if joined is not None:
             joined.stop()
-        result.broken += left_behind(service, watch.shared_memory)
+        result.broken += left_behind(service)
     result.samples = watch.samples
     result.broken += judged(result)
     result.seconds = time.monotonic() - began_s
