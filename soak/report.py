@@ -112,10 +112,12 @@ def summary(result: SoakResult) -> str:
     jobs = len(result.jobs)
     samples = sum(job.samples for job in result.jobs)
     launches = sum(job.launches for job in result.jobs)
+    watched = f"{len(result.samples)} samples, of at least {result.options.least_watched}"
     return (
         f"{result.kills} kills and {len(result.faults) - result.kills} other faults in "
         f"{result.seconds:.0f} s; {jobs} jobs of {len(audit_rows(result))} teams trained "
         f"{samples:,} samples in {launches} launches; broken promises: {len(result.broken)}"
+        + ("" if result.judges_growth else f"; growth could not be judged by {watched}")
     )
 
 

@@ -10,6 +10,7 @@ fault of the service must not end a trainer.
 import itertools
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -257,7 +258,7 @@ class Training:
         unasked = {
             rank: code
             for rank, (pid, code) in enumerate(ended.items())
-            if code != 0 and pid not in self._asked
+            if code != 0 and not (code == -signal.SIGKILL and pid in self._asked)
         }
         if unasked:
             said = [self._last_words(launch, rank) for rank in unasked]

@@ -7,7 +7,8 @@ import pytest
 
 from soak.chaos import KINDS, Target, draw
 from soak.recovery import Commits
-from soak.run import SoakOptions, soak
+from soak.report import markdown
+from soak.run import SoakOptions, SoakResult, soak
 from soak.team import Progress
 from soak.training import Connection, Training
 from tests.waiting import wait_for
@@ -75,3 +76,11 @@ def test_a_strike_at_ranks_that_have_all_ended_is_no_kill(tmp_path):
     for kind in ("rank", "all ranks", "rank paused"):
         assert not KINDS[kind].strike(target)
     assert not training.kill_ranks(0)
+
+
+def test_the_page_says_when_growth_could_not_be_judged():
+    result = SoakResult(options=SoakOptions(least_watched=40))
+    unjudged = "growth could not be judged by 0 samples, of at least 40"
+    assert unjudged in markdown(result, "python -m soak")
+    result = SoakResult(options=SoakOptions(least_watched=0))
+    assert "could not be judged" not in markdown(result, "python -m soak")
