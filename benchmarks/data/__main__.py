@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.data.corpus import MAX_PIXELS, make_corpus
+from benchmarks.data.corpus import AHEAD, MAX_PIXELS, make_corpus
 from benchmarks.data.measured import Span, environment, measured, service_over
 from benchmarks.harness import hardware, slug
 from soak.processes import end_family
@@ -142,7 +142,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
         home = Path(folder)
-        make_corpus(home, given.warm + given.pictures)
+        make_corpus(home, given.warm + given.pictures + AHEAD)
         text = to_markdown(run(home, given.cache, given.only, given), given)
     print(text)
     if given.out:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.data.corpus import make_corpus
+from benchmarks.data.corpus import AHEAD, make_corpus
 from benchmarks.data.measured import measured, service_over
 from benchmarks.harness import hardware
 
-AHEAD = 200  # pictures that are decoded before they are counted
 EPOCH_BAR, JOBS_BAR = 0.2, 1.15
 
 
