@@ -50,10 +50,6 @@ class Row:
         return self.figure >= self.limit if self.at_least else self.figure <= self.limit
 
     @property
-    def command(self) -> str:
-        return f"python -m benchmarks.planning --only {self.group}"
-
-    @property
     def bar(self) -> str:
         """The bar in words."""
         if self.limit is None:
@@ -67,6 +63,11 @@ class Row:
             ratio = peer.figure / self.figure
             text += f" (×{ratio:,.0f})" if ratio >= 100 else f" (×{ratio:.2g})"
         return text
+
+
+def judged(met: bool | None) -> str:
+    """The verdict on a bar in words; a dash where there is none."""
+    return "–" if met is None else "met" if met else "NOT MET"
 
 
 def written(value: float, unit: str) -> str:

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.harness import hardware
+from benchmarks.harness import hardware, judged
 from benchmarks.planned_shards import Contents, shard_of
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import CostModel, PlanOptions, Strategy
@@ -312,7 +312,7 @@ def to_markdown(rows: Sequence[PhaseRow], about: str, clock: str) -> str:
         by_rank = ", ".join(f"{ratio:.2f}" for ratio in row.by_rank)
         lines.append(
             f"| {row.phase} | {1e3 * row.predicted_s:.2f} ms | {1e3 * row.measured_s:.2f} ms "
-            f"| {row.ratio:.3f} | ± {BAR:.0%} | {'met' if row.is_met else 'NOT MET'} | {by_rank} "
+            f"| {row.ratio:.3f} | ± {BAR:.0%} | {judged(row.is_met)} | {by_rank} "
             f"| {1e3 * row.median_s:.2f} ms |"
         )
     return "\n".join(lines) + "\n"

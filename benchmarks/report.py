@@ -6,9 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import Row, written
-
-_MARK = {True: "met", False: "NOT MET", None: "–"}
+from benchmarks.harness import Row, judged, written
 
 
 def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
@@ -43,7 +41,7 @@ def rows_to_markdown(title: str, rows: Sequence[Row]) -> str:
             row.what,
             f"**{written(row.figure, row.unit)}**",
             row.bar,
-            _MARK[row.met],
+            judged(row.met),
             "; ".join(row.peer_text(peer) for peer in row.peers),
             row.paper,
             row.explanation,

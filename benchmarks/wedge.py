@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import yaml
 
-from benchmarks.harness import hardware
+from benchmarks.harness import hardware, judged
 from dataservice.core.errors import ServiceError
 from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
@@ -196,7 +196,8 @@ def told(seconds: dict[bool, list[float]], refusals: int, most_bytes: int, pool:
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"Median of attacked over undisturbed steps: **{ratio:.2f}** (bar ≤ {BAR}). "
+            f"Median of attacked over undisturbed steps: **{ratio:.2f}** (bar ≤ {BAR}: "
+            f"{judged(ratio <= BAR)}). "
             f"{refusals} hostile jobs were refused meanwhile. The coordinator's process held at "
             f"most {most_bytes / 2**20:,.0f} MiB.",
             "",
