@@ -37,7 +37,6 @@ class Launch:
     number: int
     world_size: int
     start_step: int
-    unix_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +199,6 @@ class Training:
             number=len(self.launches) + 1,
             world_size=next(self._world_sizes),
             start_step=saved.step if saved else 0,
-            unix_s=time.time(),
         )
         with self._changing:
             self._ranks = [self._rank(launch, rank, saved) for rank in range(launch.world_size)]
