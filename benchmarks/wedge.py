@@ -181,7 +181,7 @@ def told(seconds: dict[bool, list[float]], refusals: int, most_bytes: int, pool:
     for attacked, name in ((False, "undisturbed"), (True, "hostile jobs submitted")):
         p50, p90, p99 = np.quantile(seconds[attacked], (0.5, 0.9, 0.99)) * 1e3
         rows.append(f"| {name} | {len(seconds[attacked])} | {p50:.1f} | {p90:.1f} | {p99:.1f} |")
-    ratio = np.median(seconds[True]) / np.median(seconds[False])
+    ratio = float(np.median(seconds[True]) / np.median(seconds[False]))
     return "\n".join(
         [
             "# Hostile job files beside another team's training",
