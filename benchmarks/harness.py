@@ -27,8 +27,9 @@ class Peer:
 class Row:
     """One figure against its bar.
 
-    `what` names workload, n and ranks; `group` is what `--only` takes to run it again. `limit`
-    is the bar in the figure's unit (None: no bar was set), an upper one unless `at_least`.
+    `what` names workload, n and ranks; `group` is what `--only` of the planner's program takes to
+    run it again. `limit` is the bar in the figure's unit (None: no bar was set), an upper one
+    unless `at_least`.
     `paper` is a published figure, from other hardware.
     """
 

@@ -29,11 +29,11 @@ def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
 
 
 def rows_to_markdown(title: str, rows: Sequence[Row]) -> str:
-    """The same table, with the command of each row and its explanation."""
+    """The same table, with each row's explanation and group."""
     lines = [
         f"## {title}",
         "",
-        "| what | figure | bar | | the same work by others | paper | explanation | `--only` |",
+        "| what | figure | bar | | the same work by others | paper | explanation | group |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

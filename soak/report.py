@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from rich.table import Table
 
+from benchmarks.harness import hardware
 from soak.chaos import KINDS
 from soak.run import SoakResult
 
@@ -144,10 +145,10 @@ def _table(title: str, head: list[str], rows: Rows) -> Table:
 
 def markdown(result: SoakResult, command: str) -> str:
     """The page for benchmarks/results."""
-    machine = f"{os.cpu_count()} busy cores ({platform.machine()})"
     parts = [
         f"# Soak: {result.kills} kills",
-        f"`{command}` on {machine}, Python {platform.python_version()}.",
+        f"`{command}` on {hardware()}, Python {platform.python_version()}; load average "
+        f"{os.getloadavg()[1]:.1f} when it ended.",
         f"{summary(result)}.",
         "## Audit",
         _markdown_table(AUDIT_HEAD, audit_rows(result)),

@@ -1,7 +1,7 @@
 """Every bar of the planner, measured: `python -m benchmarks.planning`.
 
-python -m benchmarks.planning              everything, a few minutes, and a results file
-python -m benchmarks.planning --quick      everything on smaller inputs, in a minute
+python -m benchmarks.planning              everything, many minutes, and a results file
+python -m benchmarks.planning --quick      everything on smaller inputs, some minutes
 python -m benchmarks.planning --only plan  some rows (may be repeated)
 """
 

@@ -125,9 +125,9 @@ def long_run(steps: int, ranks: int) -> Row:
 
 
 def longest_turn(ranks: int, steps: int) -> Row:
-    """The longest that the event loop does not look at its sockets in a large step: what of
-    drawing, planning, orders and receipts is done there, and the answers to ranks, who all ask at
-    once."""
+    """Processor time of the longest turn of the event loop in a large step, in which it does not
+    look at its sockets: what of drawing, planning, orders and receipts is done there, and the
+    answers to ranks, who all ask at once."""
     longest_s = []
     with staged(Size(ranks=ranks, samples_a_rank=SAMPLES_A_RANK)) as stage:
         stage.steps(1)
@@ -137,7 +137,8 @@ def longest_turn(ranks: int, steps: int) -> Row:
             longest_s.append(stage.longest_turn_s)
     return Row(
         group="played",
-        what=f"longest turn of the event loop, {ranks:,} ranks × {SAMPLES_A_RANK} samples",
+        what=f"processor time of the event loop's longest turn, {ranks:,} ranks × "
+        f"{SAMPLES_A_RANK} samples",
         figure=max(longest_s),
         unit="s",
         limit=LONGEST_S,
