@@ -1,13 +1,18 @@
 """What every benchmark shares: a row, best-of-k timing side by side, hardware, fitted growth."""
 
 import gc
+import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -248,6 +253,21 @@ def bars(values: ArrayLike, width: int = 28) -> list[str]:
     """Each value as a bar, the largest `width` characters long."""
     heights = np.asarray(values, float)
     return ["█" * max(1, round(width * value / heights.max())) for value in heights]
+
+
+def answer_of_ranks(module: str, ranks: int, *arguments: str) -> dict[str, Any]:
+    """What a module's first rank writes to its `--answer`. torchrun starts the ranks, each with one
+    thread."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        subprocess.run(
+            [sys.executable, *torchrun, "-m", module, "--answer", str(answer), *arguments],
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        found: dict[str, Any] = json.loads(answer.read_text())
+    return found
 
 
 def publish(text: str, out: Path | None) -> None:
