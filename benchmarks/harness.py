@@ -1,13 +1,18 @@
 """What every benchmark shares: a row, best-of-k timing side by side, hardware, fitted growth."""
 
 import gc
+import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -27,8 +32,9 @@ class Peer:
 class Row:
     """One figure against its bar.
 
-    `what` names workload, n and ranks; `group` is what `--only` takes to run it again. `limit`
-    is the bar in the figure's unit (None: no bar was set), an upper one unless `at_least`.
+    `what` names workload, n and ranks; `group` is what `--only` of the planner's program takes to
+    run it again. `limit` is the bar in the figure's unit (None: no bar was set), an upper one
+    unless `at_least`.
     `paper` is a published figure, from other hardware.
     """
 
@@ -50,10 +56,6 @@ class Row:
         return self.figure >= self.limit if self.at_least else self.figure <= self.limit
 
     @property
-    def command(self) -> str:
-        return f"python -m benchmarks.planning --only {self.group}"
-
-    @property
     def bar(self) -> str:
         """The bar in words."""
         if self.limit is None:
@@ -67,6 +69,11 @@ class Row:
             ratio = peer.figure / self.figure
             text += f" (×{ratio:,.0f})" if ratio >= 100 else f" (×{ratio:.2g})"
         return text
+
+
+def judged(met: bool | None) -> str:
+    """The verdict on a bar in words; a dash where there is none."""
+    return "–" if met is None else "met" if met else "NOT MET"
 
 
 def written(value: float, unit: str) -> str:
@@ -246,6 +253,21 @@ def bars(values: ArrayLike, width: int = 28) -> list[str]:
     """Each value as a bar, the largest `width` characters long."""
     heights = np.asarray(values, float)
     return ["█" * max(1, round(width * value / heights.max())) for value in heights]
+
+
+def answer_of_ranks(module: str, ranks: int, *arguments: str) -> dict[str, Any]:
+    """What a module's first rank writes to its `--answer`. torchrun starts the ranks, each with one
+    thread."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        subprocess.run(
+            [sys.executable, *torchrun, "-m", module, "--answer", str(answer), *arguments],
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        found: dict[str, Any] = json.loads(answer.read_text())
+    return found
 
 
 def publish(text: str, out: Path | None) -> None:

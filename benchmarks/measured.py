@@ -20,9 +20,7 @@ no CPU.
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +33,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.harness import hardware
+from benchmarks.harness import answer_of_ranks, hardware, judged
 from benchmarks.planned_shards import Contents, shard_of
 from dataservice.core.plan import StepPlan
 from dataservice.core.plan_options import CostModel, PlanOptions, Strategy
@@ -312,7 +310,7 @@ def to_markdown(rows: Sequence[PhaseRow], about: str, clock: str) -> str:
         by_rank = ", ".join(f"{ratio:.2f}" for ratio in row.by_rank)
         lines.append(
             f"| {row.phase} | {1e3 * row.predicted_s:.2f} ms | {1e3 * row.measured_s:.2f} ms "
-            f"| {row.ratio:.3f} | ± {BAR:.0%} | {'met' if row.is_met else 'NOT MET'} | {by_rank} "
+            f"| {row.ratio:.3f} | ± {BAR:.0%} | {judged(row.is_met)} | {by_rank} "
             f"| {1e3 * row.median_s:.2f} ms |"
         )
     return "\n".join(lines) + "\n"
@@ -331,17 +329,8 @@ def main() -> None:
     if options.answer is not None:
         rank_main(options)
         return
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        numbers = [f"--{name}={getattr(options, name)}" for name in FLAGS]
-        ranks = ["-m", "benchmarks.measured", "--answer", str(answer), *numbers]
-        subprocess.run(
-            [sys.executable, *torchrun, *ranks],
-            check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        found = json.loads(answer.read_text())
+    numbers = [f"--{name}={getattr(options, name)}" for name in FLAGS]
+    found = answer_of_ranks("benchmarks.measured", RANKS, *numbers)
     rows = [PhaseRow(**row) for row in found["rows"]]
     if options.clock == "cpu":
         rows = [row for row in rows if row.phase not in (WAITING, WHOLE)]

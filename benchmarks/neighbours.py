@@ -218,11 +218,12 @@ def measure(home: Path, *, steps: int, large_samples: int, pool: str, settle_s: 
             large = Trainer(service.address, LARGE, tokens[LARGE], pace_s=0.0).start()
             trainers.append(large)
             large.wait_steps(2)
-            first = len(small.step_s)
+            first, large_before = len(small.step_s), len(large.step_s)
             while len(small.step_s) < first + steps:
                 small.wait_steps(5)
                 most_bytes = max(most_bytes, resident_bytes(service.pid))
-            beside, large_steps = slice(first, first + steps), len(large.step_s)
+            beside = slice(first, first + steps)
+            large_steps = len(large.step_s) - large_before
             large.stop()
             time.sleep(1.0)
             with client(service, tokens[LARGE]) as own:

@@ -6,9 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import Row, written
-
-_MARK = {True: "met", False: "NOT MET", None: "–"}
+from benchmarks.harness import Row, judged, written
 
 
 def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
@@ -31,11 +29,11 @@ def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
 
 
 def rows_to_markdown(title: str, rows: Sequence[Row]) -> str:
-    """The same table, with the command of each row and its explanation."""
+    """The same table, with each row's explanation and group."""
     lines = [
         f"## {title}",
         "",
-        "| what | figure | bar | | the same work by others | paper | explanation | `--only` |",
+        "| what | figure | bar | | the same work by others | paper | explanation | group |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -43,7 +41,7 @@ def rows_to_markdown(title: str, rows: Sequence[Row]) -> str:
             row.what,
             f"**{written(row.figure, row.unit)}**",
             row.bar,
-            _MARK[row.met],
+            judged(row.met),
             "; ".join(row.peer_text(peer) for peer in row.peers),
             row.paper,
             row.explanation,

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import yaml
 
-from benchmarks.harness import hardware
+from benchmarks.harness import hardware, judged
 from dataservice.core.errors import ServiceError
 from dataservice.jobs.indexing import index_job
 from dataservice.jobs.job_file import read_job
@@ -181,7 +181,7 @@ def told(seconds: dict[bool, list[float]], refusals: int, most_bytes: int, pool:
     for attacked, name in ((False, "undisturbed"), (True, "hostile jobs submitted")):
         p50, p90, p99 = np.quantile(seconds[attacked], (0.5, 0.9, 0.99)) * 1e3
         rows.append(f"| {name} | {len(seconds[attacked])} | {p50:.1f} | {p90:.1f} | {p99:.1f} |")
-    ratio = np.median(seconds[True]) / np.median(seconds[False])
+    ratio = float(np.median(seconds[True]) / np.median(seconds[False]))
     return "\n".join(
         [
             "# Hostile job files beside another team's training",
@@ -196,7 +196,8 @@ def told(seconds: dict[bool, list[float]], refusals: int, most_bytes: int, pool:
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"Median of attacked over undisturbed steps: **{ratio:.2f}** (bar ≤ {BAR}). "
+            f"Median of attacked over undisturbed steps: **{ratio:.2f}** (bar ≤ {BAR}: "
+            f"{judged(ratio <= BAR)}). "
             f"{refusals} hostile jobs were refused meanwhile. The coordinator's process held at "
             f"most {most_bytes / 2**20:,.0f} MiB.",
             "",

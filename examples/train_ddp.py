@@ -77,14 +77,15 @@ def load(path: Path | None, state: dict) -> None:
             part.load_state_dict(saved[name])
 
 
-def arguments(prog: str) -> argparse.ArgumentParser:
-    """What the command line takes."""
+def arguments(prog: str, *, saves: bool = True) -> argparse.ArgumentParser:
+    """What the command line takes; a checkpoint's options only where the example `saves` one."""
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--service", required=True, help="coordinator, as host:port")
     parser.add_argument("--job", required=True, help="name of a submitted job")
-    parser.add_argument("--checkpoint", type=Path, help="where to save to and resume from")
-    parser.add_argument("--steps-per-checkpoint", type=int, default=100)
     parser.add_argument("--max-steps", type=int, default=sys.maxsize)
+    if saves:
+        parser.add_argument("--checkpoint", type=Path, help="where to save to and resume from")
+        parser.add_argument("--steps-per-checkpoint", type=int, default=100)
     return parser
 
 

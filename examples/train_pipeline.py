@@ -6,7 +6,8 @@
 `dataservice layout` writes the file; the job has it as `layout: layout.yaml`, so that its steps are
 planned for these stages. Of the last step, each stage's actions are drawn three times: as measured,
 as they would have run in the measured seconds without any message, and as the layout predicts.
-Gradients are not clipped, for which the stages would have to add up their norms.
+Gradients are not clipped, for which the stages would have to add up their norms, and nothing is
+saved.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def drawn(result: PipelineResult, shard: Shard, layout: StageLayout) -> str:
 
 def main() -> None:
     """One rank, as torchrun starts it."""
-    parser = arguments("examples.train_pipeline")
+    parser = arguments("examples.train_pipeline", saves=False)
     parser.add_argument("--layout", required=True, help="what `dataservice layout` wrote")
     options = parser.parse_args()
     with process_group() as device:

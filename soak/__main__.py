@@ -1,4 +1,4 @@
-"""`python -m soak`: kill processes at random for about ten minutes and audit every sample."""
+"""`python -m soak`: kill processes at random for ten to fifteen minutes and audit all samples."""
 
 import argparse
 import secrets
@@ -26,6 +26,8 @@ def main() -> int:
     parser.add_argument("--home", type=Path, default=None, help="folder for its files; kept")
     parser.add_argument("--out", type=Path, default=None, help="folder for the page of results")
     given = parser.parse_args()
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     home = given.home or Path(tempfile.mkdtemp(prefix="soak-")) / "run"
@@ -38,8 +40,9 @@ def main() -> int:
         console.print(f"[bold red]broken:[/] {line}", markup=True)
     if given.out is not None:
         page = given.out / f"soak_{given.kills}_kills.md"
-        command = f"python -m soak --kills {given.kills} --seed {seed}"
-        page.write_text(markdown(result, command))
+        numbers = {name: getattr(options, name) for name in ("kills", "limit_s", "seed", "nodes")}
+        flags = (f"--{name.replace('_', '-')} {value}" for name, value in numbers.items())
+        page.write_text(markdown(result, f"python -m soak {' '.join(flags)}"))
         console.print(f"written to {page}")
     if result.broken:
         console.print(f"its files are in {home}")

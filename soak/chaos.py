@@ -90,18 +90,13 @@ def ray_node(target: Target) -> bool:
 def one_rank(target: Target) -> bool:
     """Send SIGKILL to one rank of one job."""
     training = target.one_training()
-    ranks = len(training.pids)
-    if ranks:
-        training.kill_ranks(target.rng.randrange(ranks))
-    return bool(ranks)
+    living = [*training.pids]
+    return bool(living) and training.kill_ranks(target.rng.choice(living))
 
 
 def all_ranks(target: Target) -> bool:
     """Send SIGKILL to every rank of one job."""
-    training = target.one_training()
-    ranks = len(training.pids)
-    training.kill_ranks()
-    return bool(ranks)
+    return target.one_training().kill_ranks()
 
 
 def worker_pause(target: Target) -> bool:
@@ -112,7 +107,7 @@ def worker_pause(target: Target) -> bool:
 
 def rank_pause(target: Target) -> bool:
     """Send SIGSTOP to a rank, and SIGCONT a moment later."""
-    pids = target.one_training().pids
+    pids = [*target.one_training().pids.values()]
     try:
         return bool(pids) and _pause(target, psutil.Process(target.rng.choice(pids)))
     except psutil.NoSuchProcess:

@@ -5,7 +5,8 @@
 A rank reaches every address through a port of the gate. For a set of addresses the gate can `cut`
 (reset open connections and refuse new ones), fall `silent` (drop all packets, but close nothing),
 `delay` every chunk, or `hold` the stream to the ranks after a number of bytes. `heal` ends all of
-these; bytes held back by silence are then delivered, as TCP would retransmit them.
+these; bytes held back by silence are then delivered, as TCP would retransmit them. A fault also
+affects an address that a rank first asks for while it lasts.
 
 Everything runs on one event loop in a separate thread; the public methods may be called from any
 thread, and return when the change has taken effect.
@@ -52,6 +53,12 @@ class _Link:
     left_bytes: int | None = None
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
+    def change(self, which: Which, changes: dict[str, Any]) -> None:
+        """Change the faults, if they are to affect this address."""
+        if which(self.address):
+            for name, value in changes.items():
+                setattr(self, name, value)
+
 
 class Gate:
     """A running gate; use as a context manager."""
@@ -60,6 +67,7 @@ class Gate:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gate", daemon=True)
         self._links: dict[str, _Link] = {}
+        self._in_force: list[tuple[Which, dict[str, Any]]] = []  # since `heal`; for later links
         self._changed = asyncio.Condition()
         self._opening = asyncio.Lock()
         self._held = threading.Event()
@@ -113,6 +121,7 @@ class Gate:
 
     def heal(self) -> None:
         """End all faults."""
+        self._in_force = []
         self._run(self._change(lambda _: True, mode="open", delay_s=0.0, left_bytes=None))
 
     # ---- on the loop -------------------------------------------------------------------
@@ -145,7 +154,11 @@ class Gate:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = (await reader.readline()).decode().strip()
         async with self._opening:  # several ranks may ask for one address at the same time
-            link = self._links.setdefault(address, _Link(address=address))
+            if address not in self._links:
+                link = self._links[address] = _Link(address=address)
+                for which, changes in self._in_force:
+                    link.change(which, changes)
+            link = self._links[address]
             if link.server is None:
                 link.server = await asyncio.start_server(
                     partial(self._connected, link), "127.0.0.1", 0
@@ -155,11 +168,9 @@ class Gate:
 
     async def _change(self, which: Which, **changes: Any) -> None:
         async with self._changed:
+            self._in_force.append((which, changes))
             for link in self._links.values():
-                if not which(link.address):
-                    continue
-                for name, value in changes.items():
-                    setattr(link, name, value)
+                link.change(which, changes)
                 if link.mode == "cut":
                     for writer in [*link.writers]:
                         _reset(writer)

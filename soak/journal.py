@@ -36,7 +36,6 @@ class Row:
     world_size: int
     step: int
     plan: str
-    unix_s: float
     parts: tuple[PackPart, ...]
     items: tuple[str, ...]
 

@@ -140,7 +140,6 @@ def row_of(shard: Shard, *, launch: int, world_size: int) -> Row:
         world_size=world_size,
         step=shard.step,
         plan=shard.plan.digest,
-        unix_s=time.time(),
         parts=tuple(parts),
         items=tuple(items),
     )

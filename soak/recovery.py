@@ -25,6 +25,8 @@ class Commits:
 
     team: Team
     times_s: list[float] = field(default_factory=list)
+    _last: Progress | None = None
+    _looking: threading.Lock = field(default_factory=threading.Lock)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -39,6 +41,15 @@ class Commits:
         if self._thread is not None:
             self._thread.join()
 
+    def look(self) -> None:
+        """Ask the service once. A look just before a fault keeps the commits before it from
+        counting as recovery from it."""
+        with self._looking:
+            now, last = self.team.progress(), self._last
+            if now is not None and (last is None or now.beyond(last)):
+                self.times_s += [time.monotonic()] * (1 if last is None else now.steps_since(last))
+                self._last = now
+
     def recovery(self, since_s: float) -> Recovery | None:
         """Recovery from a fault at this time; None before enough steps have been committed."""
         after = [at_s for at_s in self.times_s if at_s > since_s][:STEPS_AWAITED]
@@ -48,9 +59,5 @@ class Commits:
         return Recovery(first_s=after[0] - since_s, stall_s=max(gaps))
 
     def _follow(self) -> None:
-        last: Progress | None = None
         while not self._over.wait(POLL_S):
-            now = self.team.progress()
-            if now is not None and (last is None or now.beyond(last)):
-                self.times_s += [time.monotonic()] * (1 if last is None else now.steps_since(last))
-                last = now
+            self.look()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from rich.table import Table
 
+from benchmarks.harness import hardware
 from soak.chaos import KINDS
 from soak.run import SoakResult
 
@@ -38,8 +39,8 @@ has started a process and that has imported the service.
 to 2 s apart. Workers go on with what they hold."""
 LEAKS_NOTE = (
     "Medians while the coordinator is spared. The family is every process that came of the "
-    "service: workers, their decoders, Ray. After the service had stopped, none of its processes, "
-    "sockets and shared memory was left."
+    "service: workers, their decoders, Ray. After the service had stopped, no process or socket "
+    "of it was left."
 )
 
 
@@ -112,10 +113,12 @@ def summary(result: SoakResult) -> str:
     jobs = len(result.jobs)
     samples = sum(job.samples for job in result.jobs)
     launches = sum(job.launches for job in result.jobs)
+    watched = f"{len(result.samples)} samples, of at least {result.options.least_watched}"
     return (
         f"{result.kills} kills and {len(result.faults) - result.kills} other faults in "
         f"{result.seconds:.0f} s; {jobs} jobs of {len(audit_rows(result))} teams trained "
         f"{samples:,} samples in {launches} launches; broken promises: {len(result.broken)}"
+        + ("" if result.judges_growth else f"; growth could not be judged by {watched}")
     )
 
 
@@ -142,10 +145,10 @@ def _table(title: str, head: list[str], rows: Rows) -> Table:
 
 def markdown(result: SoakResult, command: str) -> str:
     """The page for benchmarks/results."""
-    machine = f"{os.cpu_count()} busy cores ({platform.machine()})"
     parts = [
         f"# Soak: {result.kills} kills",
-        f"`{command}` on {machine}, Python {platform.python_version()}.",
+        f"`{command}` on {hardware()}, Python {platform.python_version()}; load average "
+        f"{os.getloadavg()[1]:.1f} when it ended.",
         f"{summary(result)}.",
         "## Audit",
         _markdown_table(AUDIT_HEAD, audit_rows(result)),

@@ -93,6 +93,11 @@ class SoakResult:
         return sum(KINDS[fault.kind].kills for fault in self.faults)
 
     @property
+    def judges_growth(self) -> bool:
+        """Whether the coordinator was watched for long enough."""
+        return len(self.samples) >= self.options.least_watched
+
+    @property
     def growth(self) -> dict[str, tuple[float, float]]:
         """Medians of act 2's first and last quarter."""
         return growth(self.samples) if self.samples else {}
@@ -132,7 +137,7 @@ def soak(home: Path, options: SoakOptions, say: Say = print) -> SoakResult:
             result.broken += _stopped(service)
         if joined is not None:
             joined.stop()
-        result.broken += left_behind(service, watch.shared_memory)
+        result.broken += left_behind(service)
     result.samples = watch.samples
     result.broken += judged(result)
     result.seconds = time.monotonic() - began_s
@@ -166,7 +171,7 @@ def judged(result: SoakResult) -> list[str]:
     for job in result.jobs:
         broken += [f"{job.job}: {finding}" for finding in job.findings]
         broken += [f"{job.job}: a rank ended unasked: {why}" for why in job.unasked]
-    if len(result.samples) >= result.options.least_watched:
+    if result.judges_growth:
         broken += grown(result.samples)
     if result.kills < result.options.kills:
         broken.append(f"{result.kills} kills in {result.options.limit_s:.0f} s")
@@ -232,6 +237,8 @@ class Play:
             trainings=[team.current for team in self.teams if team.current is not None],
             rng=rng,
         )
+        for commits in self._commits.values():
+            commits.look()
         at_s = time.monotonic()
         if not KINDS[kind].strike(target):
             return

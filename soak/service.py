@@ -68,15 +68,13 @@ start: Callable[[Command], Process] = start_anew  # tests fork
 @dataclass
 class ServiceProcess:
     """A service with its own state folder. `flags` are further flags of `serve`, `environment` is
-    added to this process's environment, `cli` authenticates with `token`, and `program` is the
-    module that is run."""
+    added to this process's environment, and `program` is the module that is run."""
 
     home: Path
     pool: str = "local"
     flags: tuple[str, ...] = ()
     address: str = ""
     environment: dict[str, str] = field(default_factory=dict)
-    token: str | None = None
     program: str = PROGRAM
     process: Process | None = None
     starts: int = 0

@@ -1,5 +1,6 @@
 """One team of the soak: it trains one job after another, each to its end, and audits it."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dataservice.core.errors import ServiceError
+from dataservice.core.errors import NotFoundError, ServiceError
 from dataservice.serving.client_access import Access
 from dataservice.serving.coordinator_client import CoordinatorClient
 from soak.audit import Dataset, audit
@@ -144,7 +145,7 @@ class Team:
             findings=tuple(findings),
         )
         self.results.append(result)
-        self._ask(lambda client: client.delete(job))
+        self._ask(lambda client: _delete(client, job))
 
     def _masked(self, job: str) -> list[str]:
         """Findings about samples that the service masked, in any attempt: none of them is bad."""
@@ -174,6 +175,12 @@ class Team:
     def _client(self, *, timeout_s: float) -> CoordinatorClient:
         access = Access(token=lambda: self.token)
         return CoordinatorClient(self.address, timeout_s=timeout_s, access=access)
+
+
+def _delete(client: CoordinatorClient, job: str) -> None:
+    """Delete a job; it may be gone, if the answer to an earlier request was lost."""
+    with contextlib.suppress(NotFoundError):
+        client.delete(job)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

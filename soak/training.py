@@ -37,7 +37,6 @@ class Launch:
     number: int
     world_size: int
     start_step: int
-    unix_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +55,10 @@ class Training:
     or when the launcher gave up because more than `most_unasked` launches failed though no rank was
     killed; `failure` then says why.
     """
+
+    # One lock for all trainings: an exit code can be read but once, and starting a process looks
+    # whether those of any training have ended.
+    _changing = threading.RLock()
 
     def __init__(
         self,
@@ -84,7 +87,6 @@ class Training:
         self._asked: set[int] = set()
         self._stopping = False
         self._hold = ""
-        self._changing = threading.Lock()
         self._options = RankOptions(
             folder=folder,
             address=connection.address,
@@ -124,18 +126,20 @@ class Training:
     # ---- faults ------------------------------------------------------------------------
 
     @property
-    def pids(self) -> list[int]:
+    def pids(self) -> dict[int, int]:
         """Process ids of the living ranks, by rank."""
-        return [rank.pid for rank in self._ranks if rank.pid is not None and rank.is_alive()]
-
-    def kill_ranks(self, *ranks: int) -> None:
-        """Send SIGKILL to these ranks, or to all."""
         with self._changing:
-            pids = [rank.pid for rank in self._ranks if rank.pid is not None]
-            chosen = [pids[r] for r in ranks if r < len(pids)] if ranks else pids
-            self._asked.update(chosen)
-            for pid in chosen:
-                _signal(pid, signal.SIGKILL)
+            ranks = enumerate(self._ranks)
+            return {r: rank.pid for r, rank in ranks if rank.pid is not None and rank.is_alive()}
+
+    def kill_ranks(self, *ranks: int) -> bool:
+        """Send SIGKILL to those of these ranks, or of all, that live; False if none does."""
+        with self._changing:
+            chosen = {r: pid for r, pid in self.pids.items() if not ranks or r in ranks}
+            self._asked.update(chosen.values())
+            for rank in chosen:
+                self._ranks[rank].kill()
+        return bool(chosen)
 
     def hold(self, point: str, step: int) -> None:
         """Have all ranks wait at a point of a step: trained, committed or saving. Ranks that wait
@@ -195,7 +199,6 @@ class Training:
             number=len(self.launches) + 1,
             world_size=next(self._world_sizes),
             start_step=saved.step if saved else 0,
-            unix_s=time.time(),
         )
         with self._changing:
             self._ranks = [self._rank(launch, rank, saved) for rank in range(launch.world_size)]
@@ -231,7 +234,8 @@ class Training:
             for sentinel in wait(list(running), timeout=LOOK_S):
                 assert isinstance(sentinel, int)
                 rank = running.pop(sentinel)
-                rank.join()
+                with self._changing:
+                    rank.join()
                 if rank.exitcode != 0:
                     return
 
@@ -252,7 +256,7 @@ class Training:
         unasked = {
             rank: code
             for rank, (pid, code) in enumerate(ended.items())
-            if code != 0 and pid not in self._asked
+            if code != 0 and not (code == -signal.SIGKILL and pid in self._asked)
         }
         if unasked:
             said = [self._last_words(launch, rank) for rank in unasked]
@@ -266,11 +270,3 @@ class Training:
     def _last_words(self, launch: Launch, rank: int) -> str:
         log = self.folder / f"launch-{launch.number:04d}-rank-{rank:02d}.log"
         return log.read_text()[-600:].strip() if log.exists() else ""
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    """Signal a process; it is no error if it has just ended by itself."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
@@ -15,7 +14,6 @@ from soak import processes
 from soak.service import ServiceProcess
 
 INTERVAL_S = 1.0
-SHARED_MEMORY = "/dev/shm/"
 # Growth from the first to the last quarter that does not count as a leak, since caches fill up.
 RSS_RATIO, RSS_MARGIN_BYTES = 1.10, 16 * 2**20
 COUNT_MARGIN = 12
@@ -40,7 +38,6 @@ class Watch:
 
     service: ServiceProcess
     samples: list[Sample] = field(default_factory=list)
-    shared_memory: set[str] = field(default_factory=set)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -68,7 +65,6 @@ class Watch:
     def _sample(self) -> Sample:
         coordinator = psutil.Process(self.service.pid)
         family = processes.family(self.service.home)
-        self.shared_memory |= shared_memory_of(family)
         with coordinator.oneshot():
             return Sample(
                 coordinator=coordinator.pid,
@@ -111,20 +107,17 @@ def limit_of(name: str, first: float) -> float:
     return first * RSS_RATIO + RSS_MARGIN_BYTES if name.endswith("bytes") else first + COUNT_MARGIN
 
 
-def left_behind(
-    service: ServiceProcess, shared_memory: set[str], wait_s: float = 15.0
-) -> list[str]:
+def left_behind(service: ServiceProcess, wait_s: float = 15.0) -> list[str]:
     """The leftovers of a stopped service; all of it gets a moment to end."""
     deadline_s = time.monotonic() + wait_s
-    while (found := _left(service, shared_memory)) and time.monotonic() < deadline_s:
+    while (found := _left(service)) and time.monotonic() < deadline_s:
         time.sleep(0.2)
     return found
 
 
-def _left(service: ServiceProcess, shared_memory: set[str]) -> list[str]:
+def _left(service: ServiceProcess) -> list[str]:
     alive = processes.family(service.home)
     found = [f"process {p.pid} still lives: {processes.title(p)[:80]}" for p in alive]
-    found += [f"{path} is still there" for path in sorted(shared_memory) if Path(path).exists()]
     port = int(service.address.rpartition(":")[2])
     listening = [
         connection
@@ -132,20 +125,6 @@ def _left(service: ServiceProcess, shared_memory: set[str]) -> list[str]:
         if connection.laddr and connection.laddr.port == port and connection.status != "TIME_WAIT"
     ]
     return found + [f"sockets are left at port {port}: {listening}"] * bool(listening)
-
-
-def shared_memory_of(family: Sequence[psutil.Process]) -> set[str]:
-    """Files in shared memory that one of these processes has open or mapped."""
-    found = set()
-    for process in family:
-        with contextlib.suppress(psutil.Error, OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            found |= {
-                line[line.index(SHARED_MEMORY) :]
-                for line in maps.splitlines()
-                if SHARED_MEMORY in line and not line.endswith("(deleted)")
-            }
-    return found
 
 
 def _rss_bytes(process: psutil.Process) -> int:

@@ -14,6 +14,8 @@ from demo.tokenizer import train_tokenizer
 WIDTH, HEIGHT = 1500, 1000
 MAX_PIXELS = 768 * 28 * 28
 """Of a picture as delivered, by the rule of Qwen2-VL: 924 × 616, 0.57 megapixels."""
+AHEAD = 200
+"""Pictures that a corpus has beside those that are counted: loaders decode some before."""
 DISTINCT, SHARD_PICTURES = 48, 125
 BATCH, CAPTION = 32, "A picture of soft shapes under noise, the {}th of them."
 

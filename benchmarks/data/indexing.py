@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.data.corpus import make_corpus
 from benchmarks.data.measured import environment
-from benchmarks.harness import hardware, publish
+from benchmarks.harness import hardware, judged, publish
 from soak.service import ROOT, child_environment
 
 ENERGON = ("megatron-energon==7.4.1", "torch==2.13.0", "pillow")
@@ -145,7 +145,7 @@ def to_markdown(
     lines.append("")
     lines += [
         f"Pictures a CPU second over {NAMES[name]}: {seconds / least['ours']:.2f}; "
-        "the bar is to be ahead."
+        f"the bar is to be ahead: {judged(seconds > least['ours'])}."
         for name, seconds in least.items()
         if name != "ours"
     ]
@@ -153,7 +153,8 @@ def to_markdown(
     lines += [
         "",
         f"One JSONL of {given.jsonl_bytes / 1e6:.0f} MB: {one_s:.1f} s by one process, {two_s:.1f} "
-        f"s by two: {one_s / two_s:.2f} times as fast; the bar is {JSONL_BAR}.",
+        f"s by two: {one_s / two_s:.2f} times as fast; the bar is {JSONL_BAR}: "
+        f"{judged(one_s / two_s >= JSONL_BAR)}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from soak.processes import NURSERY_PROGRAM, WORKER_TITLE, family, title
+from soak.processes import END_LIMIT_S, NURSERY_PROGRAM, WORKER_TITLE, family, title
 from soak.service import ROOT, ServiceProcess, child_environment, dataservice
 
 ROLES = {
@@ -74,7 +74,11 @@ def delivered_until(home: Path, command: Sequence[str]) -> Iterator[Callable[[in
             counts = map(int, process.stdout)
             yield lambda wanted: _reached(counts, wanted, own)
         finally:
-            process.kill()
+            process.terminate()  # Streaming removes what it has in shared memory
+            try:
+                process.wait(END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _reached(counts: Iterator[int], wanted: int, own: Path) -> int:
@@ -120,7 +124,10 @@ def service_over(
         (home / "job").write_text("pictures")
         yield service
     finally:
-        service.end()
+        try:
+            service.stop()  # it removes its temporary files
+        finally:
+            service.end()
 
 
 def environment(cache: Path, packages: Sequence[str]) -> Path | None:

@@ -1,13 +1,15 @@
 """MosaicML Streaming, in an environment of its own: this file imports nothing of the project.
 
 `python peer_streaming.py HOME MAX_PIXELS`: writes `HOME/mds` if it is not there, and prints how
-many pictures torch's DataLoader with two workers has delivered from it, without end.
+many pictures torch's DataLoader with two workers has delivered from it, until it is ended.
 """
 
 import io
 import math
+import signal
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +66,11 @@ def write(home: Path) -> None:
 
 
 def main() -> None:
-    """Deliver without end."""
+    """Deliver until SIGTERM, and leave nothing outside `HOME`: Streaming removes its shared memory
+    as the program ends, and never its files of locks."""
     home, max_pixels = Path(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    tempfile.tempdir = str(home)
     if not (home / "mds" / "index.json").exists():
         write(home)
     count = 0

@@ -26,7 +26,6 @@ from dataservice.decode.processors.qwen2_vl import Qwen2VLProcessor
 
 EVERY = 16
 """Pictures between two lines that a program prints."""
-CHUNK_BYTES = 2**20
 PROCESSOR = Qwen2VLProcessor(max_pixels=MAX_PIXELS)
 WORKERS = 2
 Pixels = NDArray[np.uint8]
@@ -92,19 +91,20 @@ def grpc_alone(home: Path) -> Iterator[int]:
     """The bytes of a picture's pixels from one process to another, in messages of gRPC."""
     import grpc
 
-    picture = np.random.default_rng(0).integers(0, 256, by_service_code(_first(home)).nbytes)
-    data = picture.astype(np.uint8).tobytes()
-    command = [sys.executable, "-m", "benchmarks.data.programs", "grpc_server", str(len(data))]
+    from benchmarks.data.bare_grpc import METHOD
+
+    size_bytes = by_service_code(_first(home)).nbytes
+    command = [sys.executable, "-m", "benchmarks.data.programs", "grpc_server", str(size_bytes)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    channel = grpc.insecure_channel(f"127.0.0.1:{server.stdout.readline().strip()}")
-    received, buffer = 0, bytearray(len(data))
-    stream: Any = channel.unary_stream("/bench/Bytes")
-    for message in stream(b""):
-        at = received % len(data)
+    channel = grpc.insecure_channel(server.stdout.readline().strip())
+    received, buffer = 0, bytearray(size_bytes)
+    stream: Any = channel.unary_stream(METHOD)
+    for message in stream(b"%d" % sys.maxsize):
+        at = received % size_bytes
         buffer[at : at + len(message)] = message
         received += len(message)
-        yield 1 if received % len(data) == 0 else 0
+        yield 1 if received % size_bytes == 0 else 0
 
 
 def mapping(home: Path) -> Iterator[int]:
@@ -116,30 +116,6 @@ def mapping(home: Path) -> Iterator[int]:
         np.copyto(shared, pixels)
         np.copyto(buffer, shared)
         yield 1
-
-
-def grpc_server(size_bytes: int) -> None:
-    """Send pictures of so many bytes to whoever asks."""
-    import concurrent.futures
-
-    import grpc
-
-    pixels = np.zeros(size_bytes, np.uint8)
-
-    def pictures(_request: bytes, _context: Any) -> Iterator[bytes]:
-        while True:
-            for start in range(0, size_bytes, CHUNK_BYTES):
-                yield pixels[start : start + CHUNK_BYTES].tobytes()
-
-    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
-    handler: Any = grpc.unary_stream_rpc_method_handler(pictures)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("bench", {"Bytes": handler}),)
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    print(port, flush=True)
-    server.wait_for_termination()
 
 
 def ray_data(home: Path) -> Iterator[int]:
@@ -188,6 +164,8 @@ def told(delivered: Iterable[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "grpc_server":
-        grpc_server(int(sys.argv[2]))
+        from benchmarks.data.bare_grpc import held_bytes, serve
+
+        serve(held_bytes(int(sys.argv[2])))
     else:
         told(PROGRAMS[sys.argv[1]](Path(sys.argv[2])))

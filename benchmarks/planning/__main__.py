@@ -1,7 +1,7 @@
 """Every bar of the planner, measured: `python -m benchmarks.planning`.
 
-python -m benchmarks.planning              everything, a few minutes, and a results file
-python -m benchmarks.planning --quick      everything on smaller inputs, in a minute
+python -m benchmarks.planning              everything, many minutes, and a results file
+python -m benchmarks.planning --quick      everything on smaller inputs, some minutes
 python -m benchmarks.planning --only plan  some rows (may be repeated)
 """
 
@@ -71,6 +71,7 @@ SPEED: dict[str, Measure] = {
 }
 PAPERS: dict[str, Measure] = {"papers": papers}
 GROWTH = "growth"
+ELSEWHERE = ("bubble-run",)  # in processes of their own, whose processor time is not this one's
 
 
 def main(arguments: list[str]) -> None:
@@ -88,6 +89,7 @@ def main(arguments: list[str]) -> None:
     warm_layouts()
     keep_for_next_step()  # as the service does, which plans step after step
     begin, used = time.perf_counter(), time.process_time()
+    elsewhere_s = 0.0
     rows: list[Row] = []
     parts: list[str] = []
     for title, measures in (
@@ -95,7 +97,11 @@ def main(arguments: list[str]) -> None:
         ("Quality", QUALITY),
         ("Speed-ups of the papers", PAPERS),
     ):
-        found = [row for name in measures if name in chosen for row in measures[name](scale)]
+        found: list[Row] = []
+        for name in filter(chosen.__contains__, measures):
+            began_s = time.perf_counter()
+            found += measures[name](scale)
+            elsewhere_s += time.perf_counter() - began_s if name in ELSEWHERE else 0.0
         if found:
             print_rows(console, title, found)
             parts.append(rows_to_markdown(title, found))
@@ -105,7 +111,7 @@ def main(arguments: list[str]) -> None:
         console.print(text, markup=False, highlight=False)
         parts.append(f"## Growth\n\n```\n{text}\n```\n")
     took = time.perf_counter() - begin
-    cores = (time.process_time() - used) / took
+    cores = (time.process_time() - used) / (took - elsewhere_s)
     console.print(verdict(rows), f"\n{took:.0f} s, {cores:.2f} cores to be had", markup=False)
     if options.output or not (options.quick or options.only):
         head = _head(options.date, load_before, cores, verdict(rows))
@@ -133,11 +139,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 def _head(date: str, load: float, cores: float, summary: str) -> str:
     return f"""# Planning, {date}
 
-`python -m benchmarks.planning` on {hardware()}. Everything runs in one thread, kernels compiled
-before. Times are processor time, what one core of its own takes, the best of several rounds in
-which ours and the others take turns; the wall's time is in the explanation. Load average {load:.1f}
-when it began, and {cores:.2f} cores were to be had: other work on the machine makes wall times
-longer, and processor times a little. ×k: how many times ours the other takes.
+`python -m benchmarks.planning` on {hardware()}. Everything but `bubble-run` runs in one
+thread, kernels compiled before. Times are processor time, what one core of its own takes, the best
+of several rounds in which ours and the others take turns; the wall's time is in the explanation.
+Load average {load:.1f} when it began, and {cores:.2f} cores were to be had: other work on the
+machine makes wall times longer, and processor times a little. ×k: how many times ours the other
+takes.
 Papers' figures were taken on their authors' machines. Workloads are made by
 `benchmarks/workloads.py`, others' methods by `benchmarks/rivals.py` and `benchmarks/exact.py`;
 one row alone: `python -m benchmarks.planning --only GROUP`.

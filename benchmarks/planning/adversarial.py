@@ -302,7 +302,11 @@ def broken_plans(scale: Scale) -> list[Row]:
             limit=0.0,
             explanation="Each is planned as one wave and as a step. "
             f"{too_many:,} do not fit one wave, and are refused. "
-            + (f"The first: {found[0]}" if found else "Two checks, neither of the planner's."),
+            + (
+                f"The first: {found[0]}"
+                if found
+                else "By a check that is not the planner's; steps also by `validate_plan`."
+            ),
         )
     ]
 

@@ -14,18 +14,11 @@ around   encoders over both stages, before the pipeline fills and after it drain
 bubbles  the planner's list
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import QUICK, Peer, Row, Scale
+from benchmarks.harness import QUICK, Peer, Row, Scale, answer_of_ranks
 
 RANK = "benchmarks.planning.layout_bubble_rank"  # apart, as it loads torch
 STAGES, MICROBATCHES = 2, 4
@@ -34,7 +27,8 @@ TURNS, QUICK_TURNS = 400, 60
 
 def bubble_runs(scale: Scale) -> list[Row]:
     """The quickest step of every way, as a part of the step in bubbles."""
-    found = measured(QUICK_TURNS if scale is QUICK else TURNS)
+    turns = QUICK_TURNS if scale is QUICK else TURNS
+    found = answer_of_ranks(RANK, STAGES, "--turns", str(turns))
     least = {way: min(seconds) for way, seconds in found["seconds"].items()}
     median = {way: float(np.median(seconds)) for way, seconds in found["seconds"].items()}
     explanation = (
@@ -58,15 +52,3 @@ def bubble_runs(scale: Scale) -> list[Row]:
 
 def _listed(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{way} {1e3 * each:.1f} ms" for way, each in seconds.items())
-
-
-def measured(turns: int) -> dict[str, Any]:
-    """Seconds of the turns of each way, and what is simulated; by processes of its own."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(STAGES)]
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        ranks = ["-m", RANK, "--answer", str(answer), "--turns", str(turns)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *torchrun, *ranks], check=True, env=environment)
-        found: dict[str, Any] = json.loads(answer.read_text())
-    return found

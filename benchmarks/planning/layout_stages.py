@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks import omnibal
 from benchmarks.harness import Peer, Row, Scale, timed_row
+from benchmarks.planning.papers.speed_ups import split_by
 from dataservice.planning import (
     RecomputeChoice,
     choose_recompute,
@@ -85,7 +86,7 @@ def _beside_ours(row: omnibal.Published) -> dict[str, float]:
     found = {"metric": split(rank_by="metric", top=1).best.step_s, "bound": ours.lower_bound_s}
     for name, bounds in (
         ("published", row.bounds),
-        ("greedy", _greedy(seconds, stages)),
+        ("greedy", split_by(seconds, stages)),  # OmniBal's anchor
         ("even", np.linspace(0, seconds.size, stages + 1).astype(np.int64)),
     ):
         found[name] = timed(bounds=bounds).step_s
@@ -123,13 +124,6 @@ def _table_9() -> list[Row]:
             explanation="No split of the layers, near the anchor or not, is better by more.",
         ),
     ]
-
-
-def _greedy(seconds: NDArray[np.float64], stages: int) -> NDArray[np.int64]:
-    """OmniBal's anchor: fill a stage until it has its share."""
-    share = np.cumsum(seconds) / seconds.sum() * stages
-    inner = [int(np.abs(share - stage).argmin()) + 1 for stage in range(1, stages)]
-    return np.array([0, *inner, seconds.size])
 
 
 def stage_speed(scale: Scale) -> list[Row]:

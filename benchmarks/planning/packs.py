@@ -61,13 +61,12 @@ def packing(scale: Scale) -> list[Row]:
             what=f"Pad ratio, {what}",
             figure=pad_ratio(ours.text_tokens, np.arange(ours.packs)),
             unit="",
-            limit=0.0,
             peers=(
                 Peer(name="batches of 5 at random", figure=pad_ratio(text, random.pack_of)),
                 Peer(name="length-grouped", figure=pad_ratio(text, grouped.pack_of)),
             ),
             paper="OmniBal 0, its baseline 0.31",
-            explanation="A pack is one sequence, so nothing is padded to another's length.",
+            explanation="A pack is one sequence, so nothing is padded to another's length: no bar.",
         ),
         *rows,
         Row(

@@ -28,28 +28,21 @@ JOB = "scale"
 SOURCE = "pictures"
 ROWS_A_FILE = 10_000
 TILE_PX = 448
+MEMORY_TOKENS = 8192
 FOR_EVER = 1_000_000  # epochs
 
 _lists: Any = pa.ListArray.from_arrays
 
 
-def made_setup(
-    samples: int,
-    batch: int,
-    *,
-    memory_tokens: int,
-    text: bool = False,
-    rows_a_file: int = ROWS_A_FILE,
-) -> JobSetup:
-    """A job that draws `batch` of these samples a step: InternVL-like pictures with their text, or
-    the same lengths as `text` alone."""
-    catalog = made_catalog(samples, text=text, rows_a_file=rows_a_file)
+def made_setup(samples: int, batch: int, *, rows_a_file: int = ROWS_A_FILE) -> JobSetup:
+    """A job that draws `batch` of these samples a step: InternVL-like pictures with their text."""
+    catalog = made_catalog(samples, rows_a_file=rows_a_file)
     return JobSetup(
         record=JobRecord(name=JOB, spec_json=f'{{"job": "{JOB}"}}', index_fingerprint="made"),
         stream=Mixture(catalog.sizes, [1.0], seed=0, epochs=FOR_EVER, names=(SOURCE,)),
         catalog=catalog,
         batch=BatchSize(samples=batch),
-        options=PlanOptions(memory_tokens=memory_tokens),
+        options=PlanOptions(memory_tokens=MEMORY_TOKENS),
         pipeline='{"text": {"tokenizer": "made"}}',
         ready_steps=2,
         unit_frames=1,
@@ -59,7 +52,8 @@ def made_setup(
 def made_catalog(
     samples: int, *, text: bool = False, rows_a_file: int = ROWS_A_FILE
 ) -> IndexedCatalog:
-    """The catalog of one source: one picture a sample, its tiles as frames."""
+    """The catalog of one source: one picture a sample, its tiles as frames, or the same lengths as
+    `text` alone."""
     workload = workloads.vlm_sft(samples)
     lengths = workloads.step_samples(workload).lengths
     if text:

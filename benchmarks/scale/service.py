@@ -34,8 +34,6 @@ class Size:
     ranks: int
     samples_a_rank: int
     indexed: int = 400_000
-    memory_tokens: int = 8192
-    text: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +121,6 @@ async def _serve(
     setup = made_setup(
         max(size.indexed, size.ranks * size.samples_a_rank),
         size.ranks * size.samples_a_rank,
-        memory_tokens=size.memory_tokens,
-        text=size.text,
     )
     writers = FairThreads("writing orders", threads=1)
     store = SqliteStateStore(home)

@@ -27,9 +27,7 @@ FEW_ROWS_A_FILE = 10
 def stages(size: Size) -> list[Row]:
     """Each stage of one step, from the cursor to what is sent."""
     batch = size.ranks * size.samples_a_rank
-    setup = made_setup(
-        max(size.indexed, batch), batch, memory_tokens=size.memory_tokens, text=size.text
-    )
+    setup = made_setup(max(size.indexed, batch), batch)
     topology = Topology(world_size=size.ranks, replicas_per_node=8)
     planned = plan_step(setup, Cursor(), topology)
     assert planned is not None, "the job is endless"
@@ -63,9 +61,7 @@ def scattered_orders(size: Size) -> Row:
     do."""
     batch = size.ranks * size.samples_a_rank
     samples = max(size.indexed, batch)
-    setup = made_setup(
-        samples, batch, memory_tokens=size.memory_tokens, rows_a_file=FEW_ROWS_A_FILE
-    )
+    setup = made_setup(samples, batch, rows_a_file=FEW_ROWS_A_FILE)
     planned = plan_step(setup, Cursor(), Topology(world_size=size.ranks, replicas_per_node=8))
     assert planned is not None, "the job is endless"
     plan, digest = planned.plan, planned.plan.digest

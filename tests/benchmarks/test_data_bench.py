@@ -55,8 +55,8 @@ def test_the_page_sets_the_service_beside_its_floor_and_the_better_peer():
     page = to_markdown(spans, given)
     assert "| bare, with this service's code | 8.0 | 0.40 | 100 |" in page
     assert "decoders 8.0, workers 0.0, coordinator 0.0, client 3.0" in page
-    assert "(9.0 ms): 1.22" in page
-    assert "better of the other loaders: 0.50" in page
+    assert "(9.0 ms): 1.22; the bar is 1.15: NOT MET." in page
+    assert "better of the other loaders: 0.50; the bar is 0.8: met." in page
 
 
 @pytest.mark.long
@@ -65,6 +65,6 @@ def test_indexes_are_timed_as_whole_commands_and_a_peer_that_is_not_there_is_lef
     given = argparse.Namespace(pictures=2, jsonl_bytes=20_000, rounds=1)
     page = indexing.to_markdown(given, {**tars_s, "prepare": [1e-3]}, jsonl_s)
     assert "| `energon prepare --num-workers 1` | 0.0 | 2,000 |" in page
-    assert "over `energon prepare --num-workers 1`: 0.00; the bar is to be ahead" in page
+    assert "over `energon prepare --num-workers 1`: 0.00; the bar is to be ahead: NOT MET" in page
     assert "One JSONL of 0 MB" in page
     assert tars_s["ours"][0] > 0.1, "it has loaded Python, at least"

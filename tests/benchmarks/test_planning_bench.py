@@ -119,7 +119,6 @@ def test_a_row_says_its_bar_and_whether_it_is_met():
     )
     assert (row.met, row.bar) == (True, "≤ 50 ms")
     assert row.peer_text(row.peers[0]) == "prtpy 400 ms (×20)"
-    assert "--only plan" in row.command
     missed = Row(group="order", what="gain", figure=3.0, unit="%", limit=5.0, at_least=True)
     assert (missed.met, missed.bar) == (False, "≥ 5 %")
     text = rows_to_markdown("Speed", [row, missed])

@@ -87,7 +87,7 @@ def ranks_stopped(
     stage: Stage, training: Training, *, ranks: slice, pause_s: float
 ) -> Iterator[None]:
     """These ranks stand still."""
-    with stopped([psutil.Process(pid) for pid in training.pids[ranks]]):
+    with stopped([psutil.Process(pid) for pid in [*training.pids.values()][ranks]]):
         yield
         time.sleep(pause_s)
 

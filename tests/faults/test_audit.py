@@ -84,8 +84,7 @@ def test_what_a_later_launch_replaced_does_not_count(trained):
     killed = [replace(row, launch=1) for row in rows if row.step < 6]
     resumed = [replace(row, launch=2) for row in rows if row.step >= 4]
     launches = [
-        Launch(number=number, world_size=3, start_step=start, unix_s=0.0)
-        for number, start in ((1, 0), (2, 4))
+        Launch(number=number, world_size=3, start_step=start) for number, start in ((1, 0), (2, 4))
     ]
     assert audit_rows(surviving(killed + resumed, launches), dataset) == []
     assert audit_rows(killed + resumed, dataset) != []
