@@ -18,13 +18,14 @@ def held_bytes(size_bytes: int) -> NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, 256, size_bytes, np.uint8)
 
 
-def serve(data: NDArray[np.uint8]) -> None:
-    """Print the address, and send the data as often as each request says."""
+def serve(*held: NDArray[np.uint8]) -> None:
+    """Print the address, and send what is held, in turn, as often as each request says."""
 
     def sent(times: bytes, _context: object) -> Iterator[bytes]:
         for _ in range(int(times)):
-            for start in range(0, data.size, CHUNK_BYTES):
-                yield data[start : start + CHUNK_BYTES].tobytes()
+            for data in held:
+                for start in range(0, data.size, CHUNK_BYTES):
+                    yield data[start : start + CHUNK_BYTES].tobytes()
 
     server = grpc.server(ThreadPoolExecutor(1))
     service, method = METHOD.strip("/").split("/")
