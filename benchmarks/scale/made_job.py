@@ -34,7 +34,13 @@ FOR_EVER = 1_000_000  # epochs
 _lists: Any = pa.ListArray.from_arrays
 
 
-def made_setup(samples: int, batch: int, *, rows_a_file: int = ROWS_A_FILE) -> JobSetup:
+def made_setup(
+    samples: int,
+    batch: int,
+    *,
+    memory_tokens: int = MEMORY_TOKENS,
+    rows_a_file: int = ROWS_A_FILE,
+) -> JobSetup:
     """A job that draws `batch` of these samples a step: InternVL-like pictures with their text."""
     catalog = made_catalog(samples, rows_a_file=rows_a_file)
     return JobSetup(
@@ -42,7 +48,7 @@ def made_setup(samples: int, batch: int, *, rows_a_file: int = ROWS_A_FILE) -> J
         stream=Mixture(catalog.sizes, [1.0], seed=0, epochs=FOR_EVER, names=(SOURCE,)),
         catalog=catalog,
         batch=BatchSize(samples=batch),
-        options=PlanOptions(memory_tokens=MEMORY_TOKENS),
+        options=PlanOptions(memory_tokens=memory_tokens),
         pipeline='{"text": {"tokenizer": "made"}}',
         ready_steps=2,
         unit_frames=1,
