@@ -50,10 +50,13 @@ def serve_metrics(registry: CollectorRegistry, listen: str) -> MetricsEndpoint:
         server.RequestHandlerClass = _impatient(server.RequestHandlerClass)
         address = join_address(host, server.server_port)
         return MetricsEndpoint(address=address, server=server, thread=thread)
-    raise SpecError(
-        f"cannot serve metrics at {listen}: {refusal.strerror}. Stop what uses the port, or "
-        "choose another; port 0 picks a free one."
-    ) from refusal
+    remedy = "Stop what uses the port, or choose another; port 0 picks a free one"
+    if last:
+        remedy = (
+            "Stop what uses these ports, or give more of them: each worker takes one, and a second "
+            "while it is replaced"
+        )
+    raise SpecError(f"cannot serve metrics at {listen}: {refusal.strerror}. {remedy}.") from refusal
 
 
 def _impatient(handler: Any) -> Any:
