@@ -1,4 +1,4 @@
-"""Bare gRPC, with which the service's own is compared: bytes from memory, in large messages."""
+"""Bare gRPC, with which the service's own is compared: bytes from memory, in messages as large."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,8 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK_BYTES = 2**20
+from dataservice.serving.parts import CHUNK_BYTES
+
 METHOD = "/bench/Bytes"
 
 
