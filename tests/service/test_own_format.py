@@ -12,7 +12,6 @@ import pytest
 from demo.media import draw_scene, encode_image
 from soak.rank import row_of
 from soak.service import dataservice
-from tests.cli.support import says
 from tests.documents import ROOT, blocks
 from tests.service.small import make_corpus, write_job, write_jsonl
 from tests.service.support import Ranks, serving
@@ -63,8 +62,8 @@ def test_its_samples_are_trained_as_those_of_the_same_data_in_jsonl(home, tmp_pa
     }
     delivered = {}
     for path in jobs.values():
-        said = dataservice("index", path)
-        says(said.stdout + said.stderr, f"{COUNT} rows")
+        (indexed,) = json.loads(dataservice("index", path, "--json").stdout)
+        assert indexed["rows"] == COUNT
     with serving(tmp_path / "service", "local") as service:
         for name, path in jobs.items():
             service.cli("job", "submit", path)
