@@ -35,6 +35,7 @@ from dataservice.decode.spec import PipelineSpec
 
 WHOLE = "processor_config.json"
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # as Pillow numbers them
+QWENS = {PATCH: "qwen2_5_vl", QWEN3_PATCH: "qwen3_vl"}  # the kind of each side of a patch
 
 Settings = Mapping[str, Any]
 Vision = Any  # one of the built-in processors of `spec.py`
@@ -80,11 +81,10 @@ def _square(side: int) -> dict[str, int]:
     return {"height": side, "width": side}
 
 
-def _qwen(
-    patch: int, *rules: Rule, classes: tuple[str, ...], other: str, other_patch: int
-) -> Family:
+def _qwen(patch: int, of: str, *rules: Rule) -> Family:
+    others = {side: kind for side, kind in QWENS.items() if side != patch}
     return Family(
-        classes=classes,
+        classes=(of,),
         rules=(
             *rules,
             _fixed("patch_size", patch),
@@ -93,8 +93,9 @@ def _qwen(
             _fixed("do_resize", True),
             _fixed("resample", BICUBIC),
         ),
-        instead=lambda vision, settings: (
-            {"kind": other} if settings.get("patch_size") == other_patch else None
+        instead=lambda vision, settings: next(
+            ({"kind": kind} for side, kind in others.items() if side == settings.get("patch_size")),
+            None,
         ),
     )
 
@@ -119,20 +120,8 @@ def _crops(settings: Settings) -> bool:
 
 
 PICTURES: dict[type, Family] = {
-    Qwen2VLProcessor: _qwen(
-        PATCH,
-        *_qwen_pixels(""),
-        classes=("Qwen2VLImageProcessor",),
-        other="qwen3_vl",
-        other_patch=QWEN3_PATCH,
-    ),
-    Qwen3VLProcessor: _qwen(
-        QWEN3_PATCH,
-        *_qwen_pixels(""),
-        classes=("Qwen2VLImageProcessor",),
-        other="qwen2_5_vl",
-        other_patch=PATCH,
-    ),
+    Qwen2VLProcessor: _qwen(PATCH, "Qwen2VLImageProcessor", *_qwen_pixels("")),
+    Qwen3VLProcessor: _qwen(QWEN3_PATCH, "Qwen2VLImageProcessor", *_qwen_pixels("")),
     InternVLProcessor: Family(
         classes=("GotOcr2ImageProcessor",),
         rules=(
@@ -238,20 +227,16 @@ PICTURES: dict[type, Family] = {
 CLIPS: dict[type, Family] = {
     Qwen2VLProcessor: _qwen(
         PATCH,
+        "Qwen2VLVideoProcessor",
         *_qwen_pixels("video_"),
         # By default this one takes the frames that it is given.
         *_qwen_frames(lambda settings: settings.get("do_sample_frames") is True),
-        classes=("Qwen2VLVideoProcessor",),
-        other="qwen3_vl",
-        other_patch=QWEN3_PATCH,
     ),
     Qwen3VLProcessor: _qwen(
         QWEN3_PATCH,
+        "Qwen3VLVideoProcessor",
         *_qwen_pixels("video_"),
         *_qwen_frames(lambda settings: settings.get("do_sample_frames") is not False),
-        classes=("Qwen3VLVideoProcessor",),
-        other="qwen2_5_vl",
-        other_patch=PATCH,
     ),
 }
 

@@ -86,7 +86,8 @@ class Completeness:
             if key not in spec.ignore and key not in TURNS:
                 _refuse_inner(spec, key, value, files, column=not unnamed)
         for key, value in record.items():
-            if key not in self._read and key not in self._said:
+            known = key in self._read or key in self._said
+            if not known and len(self._said) < _MOST_SAID:
                 self._tell_unread(key, value, files, file, column=not unnamed)
 
     def _tell_unread(
@@ -96,14 +97,13 @@ class Completeness:
         kind = first_path_kind(value)
         if kind is None or files[kind] or kind in self._spec.media_columns:
             return
-        if len(self._said) < _MOST_SAID:
-            self._said.add(key)
-            log.warning(
-                "source %r: %s: key %s names %s %s, which is not read, and its sample has no %s. "
-                "%s, or write ignore: [%s] in the source if that is right",
-                *(self._spec.name, file, quoted(key), kind, quoted(value, 80), kind),
-                *(_remedy(key, kind, column=column), quoted(key, 60)),
-            )
+        self._said.add(key)
+        log.warning(
+            "source %r: %s: key %s names %s %s, which is not read, and its sample has no %s. "
+            "%s, or write ignore: [%s] in the source if that is right",
+            *(self._spec.name, file, quoted(key), kind, quoted(value, 80), kind),
+            *(_remedy(key, kind, column=column), quoted(key, 60)),
+        )
 
 
 def _refuse_inner(
