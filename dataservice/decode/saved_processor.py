@@ -82,7 +82,9 @@ def _square(side: int) -> dict[str, int]:
 
 
 def _qwen(patch: int, of: str, *rules: Rule) -> Family:
-    others = {side: kind for side, kind in QWENS.items() if side != patch}
+    others: dict[int, dict[str, object]] = {
+        side: {"kind": kind} for side, kind in QWENS.items() if side != patch
+    }
     return Family(
         classes=(of,),
         rules=(
@@ -94,7 +96,7 @@ def _qwen(patch: int, of: str, *rules: Rule) -> Family:
             _fixed("resample", BICUBIC),
         ),
         instead=lambda vision, settings: next(
-            ({"kind": kind} for side, kind in others.items() if side == settings.get("patch_size")),
+            (kind for side, kind in others.items() if side == settings.get("patch_size")),
             None,
         ),
     )

@@ -36,6 +36,7 @@ from dataservice.core.threads import CallThreads
 from dataservice.core.whereabouts import Whereabouts
 from dataservice.workers.nursery import ends_within
 from dataservice.workers.pool import PoolConfig, Running, SupervisedPool
+from dataservice.workers.ray_head import RayHead
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,6 @@ SMALLEST_OBJECT_STORE_BYTES = 80 * 2**20
 # Seconds that a leftover worker has to introduce itself.
 INTRODUCTION_S = 5.0
 SLOW_S = 10.0  # that Ray may take to answer before it is told
-LISTENS_PAUSE_S = 1.0
 END_S = 2.0  # for a worker to exit after it has finished its streams
 REMOVALS = 50
 REMOVAL_PAUSE_S = 0.1
@@ -181,7 +181,7 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         self._ray_config = config
         self._owns_ray = False
         self._asked_s: float | None = None  # since when Ray is waited for
-        self._silence = ""  # what was met where it should listen, if nobody does
+        self._head = RayHead(address=config.address)
         self._watch: asyncio.Task[None] | None = None  # over its head
         self._private_dir: Path | None = None
         self._settings = config.settings
@@ -210,57 +210,26 @@ class RayWorkerPool(SupervisedPool[_Actor]):
         try:
             with _sigterm_kept():
                 async with asyncio.timeout(config.start_timeout_s), self._told_when_slow():
-                    await self._listens()
+                    await self._head.until_it_listens()
                     await self._calls(_init_ray, config, self._private_dir)
         except TimeoutError as error:
             raise WorkerLostError(
-                f"Ray {_where(config)} has not answered for {config.start_timeout_s:g} s"
-                f"{self._silence}. Check the address, that its head runs, and {_OUR_TOKEN}, or "
-                "raise worker_start_timeout_s."
+                f"Ray {self._head.where} has not answered for {config.start_timeout_s:g} s"
+                f"{self._head.silence}. Check the address, that its head runs, and {_OUR_TOKEN}, "
+                "or raise worker_start_timeout_s."
             ) from error
         finally:
-            self._asked_s, self._silence = None, ""
-        self._watch = asyncio.create_task(self._watch_head())
+            self._asked_s = None
+        self._watch = asyncio.create_task(
+            self._head.watch(
+                config.health_interval_s, lambda: log.error("%s", self._without_a_head())
+            )
+        )
         if config.runtime_env:
             # By now it names packages by their content: workers that were kept with modules that
             # have changed since are not taken over.
             told = ray.get_runtime_context().get_runtime_env_string()  # type: ignore[no-untyped-call]
             self._settings += f" in {told}"
-
-    async def _listens(self) -> None:
-        """Wait until somebody listens where Ray is said to be: Ray itself would ask there for
-        minutes, without a word, in a thread that nothing ends."""
-        while True:
-            if await self._heard():
-                return
-            await asyncio.sleep(LISTENS_PAUSE_S)
-
-    async def _heard(self) -> bool:
-        """Whether somebody listens at Ray's address now, as far as that says where."""
-        address = self._ray_config.address or ""
-        host, _, port = address.rpartition(":")
-        if "://" in address or not port.isdigit():
-            return True
-        try:
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-        except OSError as error:
-            self._silence = f": {error}"
-            return False
-        writer.close()
-        self._silence = ""
-        return True
-
-    async def _watch_head(self) -> None:
-        """Say when Ray's head is lost, and when it is back: where it stays away, Ray ends this
-        process with a line of its own."""
-        while True:
-            await asyncio.sleep(self._config.health_interval_s)
-            before = self._silence
-            if await self._heard():
-                if before:
-                    log.info("Ray %s answers again", _where(self._ray_config))
-            elif not before:
-                log.error("%s", self.shortfall())
 
     @contextlib.asynccontextmanager
     async def _told_when_slow(self) -> AsyncIterator[None]:
@@ -273,18 +242,22 @@ class RayWorkerPool(SupervisedPool[_Actor]):
 
     def shortfall(self) -> str:
         """As that of every pool; while Ray itself does not answer, that."""
-        if self._asked_s is None:
-            lost = (
-                f"the head of Ray {_where(self._ray_config)} does not answer any more"
-                f"{self._silence}. Workers go on; but Ray ends this process when the head has been "
-                "away for RAY_gcs_rpc_server_reconnect_timeout_s, by default 60 s"
+        if self._asked_s is not None:
+            waited_s = time.monotonic() - self._asked_s
+            return (
+                f"{self._config.workers} of {self._config.workers} workers wait for Ray "
+                f"{self._head.where}, which has not answered for {waited_s:.0f} s"
+                f"{self._head.silence}"
             )
-            return "; ".join(filter(None, (super().shortfall(), lost if self._silence else "")))
-        waited_s = time.monotonic() - self._asked_s
+        return "; ".join(filter(None, (super().shortfall(), self._without_a_head())))
+
+    def _without_a_head(self) -> str:
+        if not self._head.silence:
+            return ""
         return (
-            f"{self._config.workers} of {self._config.workers} workers wait for Ray "
-            f"{_where(self._ray_config)}, which has not answered for {waited_s:.0f} s"
-            f"{self._silence}"
+            f"the head of Ray {self._head.where} does not answer any more{self._head.silence}. "
+            "Workers go on; but Ray ends this process when the head has been away for "
+            "RAY_gcs_rpc_server_reconnect_timeout_s, by default 60 s"
         )
 
     @property
@@ -452,15 +425,12 @@ def _init_ray(config: RayPoolConfig, private_dir: Path | None) -> None:
         else:
             init()
     except Exception as error:  # Ray's own, bare ones too
+        where = RayHead(address=config.address).where
         raise WorkerLostError(
-            f"Ray {_where(config)} cannot be used: {str(error).rstrip('.')}. Check the address, "
+            f"Ray {where} cannot be used: {str(error).rstrip('.')}. Check the address, "
             f"that it runs the same Ray ({ray.__version__}) and Python, that its temp_dir is "
             f"writable, and {_OUR_TOKEN}."
         ) from error
-
-
-def _where(config: RayPoolConfig) -> str:
-    return "on this machine" if config.address is None else f"at {config.address}"
 
 
 def start_ray(start: Callable[[], Started]) -> Started:
